@@ -1,0 +1,1 @@
+"""The compiler stage: the network as TensorRT layers, targets, engine directories."""

@@ -1,0 +1,1 @@
+"""The bundled nano checkpoint: a small trained DiffusionGemma, its tasks, tokenizer and training script."""

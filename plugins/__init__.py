@@ -1,0 +1,1 @@
+"""Plugin kernels for TensorRT."""

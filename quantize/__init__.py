@@ -1,0 +1,1 @@
+"""Quantization through NVIDIA ModelOpt, calibrated by the diffusion loop."""

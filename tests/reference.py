@@ -1,0 +1,93 @@
+"""Random DiffusionGemma models of the reference implementation, and its logits, for tests to compare with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+    DynamicCache,
+    Gemma4VisionConfig,
+)
+
+TINY: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "global_head_dim": 40,
+    "num_global_key_value_heads": 1,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+    "sliding_window": 16,
+    "max_position_embeddings": 512,
+}
+
+
+def random_model(seed: int = 0, canvas_length: int = 8, **text: Any) -> DiffusionGemmaForBlockDiffusion:
+    """A random float32 model whose every tensor matters: norms, router scales and both layer_scalar sets randomised."""
+    torch.manual_seed(seed)
+    vision = Gemma4VisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16
+    )
+    config = DiffusionGemmaConfig(
+        text_config=DiffusionGemmaTextConfig(**{**TINY, **text}),
+        vision_config=vision,
+        canvas_length=canvas_length,
+        initializer_range=0.3,
+    )
+    model = DiffusionGemmaForBlockDiffusion(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "vision" not in name and parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+        for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
+            for layer in layers:
+                layer.layer_scalar.uniform_(0.6, 1.4)
+    return model
+
+
+def save(model: DiffusionGemmaForBlockDiffusion, folder: Path) -> Path:
+    """Writes the model as a checkpoint folder, without its chatter."""
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def encode(model: DiffusionGemmaForBlockDiffusion, pieces: list[list[int]]) -> DynamicCache:
+    """The reference's KV cache of one sequence, encoded piece by piece (prompt, then each committed canvas)."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    start = 0
+    for piece in pieces:
+        positions = torch.arange(start, start + len(piece))[None]
+        model.model.encoder(input_ids=torch.tensor([piece]), cache=cache, position_ids=positions)
+        start += len(piece)
+    return cache
+
+
+@torch.no_grad()
+def logits(
+    model: DiffusionGemmaForBlockDiffusion,
+    pieces: list[list[int]],
+    canvas: torch.Tensor,
+    previous: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The reference's softcapped logits [T, V] of one denoising step; `previous`: the last step's processed logits [T, V]."""
+    cache = encode(model, pieces)
+    start = sum(map(len, pieces))
+    out = model(
+        decoder_input_ids=canvas[None],
+        cache=cache,
+        decoder_position_ids=torch.arange(start, start + len(canvas))[None],
+        self_conditioning_logits=None if previous is None else previous[None],
+    )
+    return out.logits[0]
