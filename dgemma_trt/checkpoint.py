@@ -82,9 +82,7 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of the embedding table as stored."""
-        return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[
-            self._stored["embed_tokens.weight"].dtype
-        ]
+        return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[self._stored["embed_tokens.weight"].dtype]
 
     def tensor(self, name: str) -> Tensor:
         """A plain tensor, as stored (memory-mapped)."""
@@ -212,7 +210,9 @@ class Checkpoint:
         return readers
 
     def _fused_experts(self, name: str, shape: tuple[int, ...]) -> Callable[[], Linear] | None:
-        if len(shape) == 2 or not any(f"{name.rpartition('.')[0]}.{kind}" in self._stored for kind in ("gate_up_proj", "down_proj")):
+        if len(shape) == 2 or not any(
+            f"{name.rpartition('.')[0]}.{kind}" in self._stored for kind in ("gate_up_proj", "down_proj")
+        ):
             return None
         experts, _, kind = name.rpartition(".")
         if kind == "down_proj":

@@ -98,7 +98,9 @@ class Weights(Protocol):
     """Where the network's weights come from: a checkpoint folder or an engine directory."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        ...
 
     def tensor(self, name: str) -> Tensor:
         """A plain tensor, as stored."""

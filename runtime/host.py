@@ -115,6 +115,15 @@ class HostSession:
         """What this session was made for."""
         return self._limits
 
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        return self._weights.config
+
+    def cache(self, slot: int) -> SlotCache:
+        """The cache of `slot`, made when first asked for."""
+        return self._caches.setdefault(slot, SlotCache(self.config))
+
     def run(self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows]) -> list[CanvasResult]:
         """One pass; see `Session.run`.
 
@@ -141,7 +150,7 @@ class HostSession:
                     f"position {rows.start + len(rows.ids) - 1} is beyond this session's limit of "
                     f"{self._limits.max_context} positions"
                 )
-            self._caches.setdefault(rows.slot, SlotCache(self._weights.config))
+            self.cache(rows.slot)
         ops = _HostOps(self._weights, self._caches, context, canvases, self._dtype, self._window_rule, read)
         result = network(ops, self._weights.config)
         for rows in context:
@@ -242,9 +251,7 @@ class _HostOps(Generic[R]):
         return self._rotations[key]
 
     def mixed_mask_attention(self, q: Rows, k: Rows, v: Rows, layer: LayerConfig) -> Rows:
-        split = [
-            [rows.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1) for rows in group] for group in (q, k, v)
-        ]
+        split = [[rows.unflatten(-1, (-1, layer.head_dim)).transpose(0, 1) for rows in group] for group in (q, k, v)]
         outputs = []
         for index, (queries, keys, values) in enumerate(zip(*split, strict=True)):
             if index < len(self._context):
@@ -282,7 +289,10 @@ class _HostOps(Generic[R]):
         keys, values = held
         if layer.sliding:
             visible = self._config.window - 1
-            keys, values = keys[:, -visible:] if visible else keys[:, :0], values[:, -visible:] if visible else values[:, :0]
+            keys, values = (
+                keys[:, -visible:] if visible else keys[:, :0],
+                values[:, -visible:] if visible else values[:, :0],
+            )
         cached = torch.arange(start - keys.shape[1], start, device=positions.device)
         return torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1), torch.cat([cached, positions])
 

@@ -70,7 +70,9 @@ class Session(Protocol):
     """Runs passes of the mixed network and keeps the KV cache of each slot."""
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits:
+        """What this session was made for."""
+        ...
 
     def run(self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows]) -> list[CanvasResult]:
         """One pass; a slot appears at most once in each group. The results are in the order of `canvases`."""

@@ -37,7 +37,12 @@ def random_model(seed: int = 0, canvas_length: int = 8, **text: Any) -> Diffusio
     """A random float32 model whose every tensor matters: norms, router scales and both layer_scalar sets randomised."""
     torch.manual_seed(seed)
     vision = Gemma4VisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
     )
     config = DiffusionGemmaConfig(
         text_config=DiffusionGemmaTextConfig(**{**TINY, **text}),
@@ -80,14 +85,36 @@ def logits(
     pieces: list[list[int]],
     canvas: torch.Tensor,
     previous: torch.Tensor | None = None,
+    sliding_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reference's softcapped logits [T, V] of one denoising step; `previous`: the last step's processed logits [T, V]."""
+    """The reference's softcapped logits [T, V] of one denoising step.
+
+    previous: the last step's processed logits [T, V]. sliding_mask: bool [T, cached + T], true where a sliding layer's row
+    may attend, in place of the reference's own.
+    """
     cache = encode(model, pieces)
     start = sum(map(len, pieces))
+    masks = None
+    if sliding_mask is not None:
+        full = torch.ones(len(canvas), start + len(canvas), dtype=torch.bool)
+        masks = {"sliding_attention": sliding_mask[None, None], "full_attention": full[None, None]}
     out = model(
+        decoder_attention_mask=masks,
         decoder_input_ids=canvas[None],
         cache=cache,
         decoder_position_ids=torch.arange(start, start + len(canvas))[None],
         self_conditioning_logits=None if previous is None else previous[None],
     )
     return out.logits[0]
+
+
+@torch.no_grad()
+def padded_logits(model: DiffusionGemmaForBlockDiffusion, prompts: list[list[int]], canvases: torch.Tensor) -> torch.Tensor:
+    """The reference's logits [B, T, V] of a first step over prompts padded on the left, as its generate does it."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model.model.encoder(input_ids=ids, attention_mask=mask, cache=cache)
+    decoder_mask = torch.cat([mask, torch.ones_like(canvases)], dim=1)
+    return model(decoder_input_ids=canvases, cache=cache, decoder_attention_mask=decoder_mask).logits

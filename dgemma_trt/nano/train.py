@@ -72,7 +72,12 @@ def new_model() -> DiffusionGemmaForBlockDiffusion:
         use_bidirectional_attention="vision",
     )
     vision = Gemma4VisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
     )
     model = DiffusionGemmaForBlockDiffusion(
         DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=CANVAS_LENGTH)
@@ -208,9 +213,7 @@ def main(minutes: float, seed: int, out: Path) -> None:
     strength = [0.0]
     add_rounding_noise(model, strength)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    matmuls = [
-        p for name, p in model.named_parameters() if "layers." in name and p.ndim > 1 and "router" not in name
-    ]
+    matmuls = [p for name, p in model.named_parameters() if "layers." in name and p.ndim > 1 and "router" not in name]
     others = [p for p in parameters if all(p is not matmul for matmul in matmuls)]
     optimizers = {
         "muon": Muon(matmuls, lr=0.0),

@@ -1,0 +1,47 @@
+"""The command line: `dgemma-trt COMMAND`. Exit code 2 for wrong usage, 1 for failures, 130 when interrupted."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from dgemma_trt.errors import UserError
+
+
+class _Group(click.Group):
+    """Turns what a user can mend into one line on standard error."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"Error: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            sys.exit(130)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports a command's module when it is asked for, so that `--help` does not load torch."""
+        if cmd_name not in _COMMANDS:
+            return None
+        from importlib import import_module
+
+        command: click.Command = import_module(f"dgemma_trt.cli.{cmd_name}").command
+        return command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order in which they are used."""
+        return list(_COMMANDS)
+
+
+_COMMANDS = ("quantize", "build", "run")
+
+
+@click.group(cls=_Group)
+@click.version_option(package_name="dgemma-trt")
+def main() -> None:
+    """Compile DiffusionGemma with TensorRT and run its diffusion loop."""

@@ -1,0 +1,169 @@
+"""The engine directory: manifest.json, one engine file a target, the weights, and the text files.
+
+Everything in it is listed in the manifest with size and sha256; opening checks that. The weights are safetensors, one file
+for each layer and one for the rest, in the names of dgemma_trt/weights.py and the very shapes the engines read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dgemma_trt import text
+from dgemma_trt.checkpoint import Checkpoint
+from dgemma_trt.config import GenerationConfig, ModelConfig, read_json
+from dgemma_trt.errors import UserError
+from dgemma_trt.files import sha256
+from dgemma_trt.weights import Linear, Precision, linear_shapes, tensor_shapes
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+WEIGHTS = "weights"
+
+
+@dataclass
+class Manifest:
+    """What manifest.json says. `model` and `generation` are the checkpoint's own config files.
+
+    precisions: matmul name -> precision. engines: target -> file. inputs, outputs: name, dtype, minimum, optimum and maximum
+    shape of every tensor the engines take and give. files: path -> {"sha256", "bytes"}, for everything but the manifest.
+    """
+
+    name: str
+    model: dict[str, Any]
+    generation: dict[str, Any]
+    limits: dict[str, int]
+    window_rule: str
+    precisions: dict[str, str]
+    engines: dict[str, str] = field(default_factory=dict)
+    lowerings: dict[str, str] = field(default_factory=dict)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    network_fingerprint: str = ""
+    embedded_weights: bool = False
+    built_with: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def write_weights(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None]) -> None:
+    """Writes the checkpoint's weights into `folder`/weights as engines read them, a file at a time.
+
+    progress is told the name of each file before it is written. Memory: the largest layer, where experts must be stacked.
+    """
+    target = folder / WEIGHTS
+    target.mkdir()
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, _ in (*tensor_shapes(checkpoint.config), *linear_shapes(checkpoint.config)):
+        parts = name.split(".")
+        groups[".".join(parts[:2]) if parts[0] == "layers" else "shared"].append(name)
+    linears = {name for name, _ in linear_shapes(checkpoint.config)}
+    for group, names in groups.items():
+        progress(group)
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            if name in linears:
+                tensors |= {f"{name}.{part}": tensor for part, tensor in checkpoint.linear(name).tensors().items()}
+            else:
+                tensors[name] = checkpoint.tensor(name)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / f"{group}.safetensors")
+
+
+def copy_text_files(source: Path, folder: Path) -> None:
+    """Copies the tokenizer files and the chat template that `source` has."""
+    for name in text.FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    """Lists every file of `folder` in the manifest and writes it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest.files = {str(path.relative_to(folder)): {"sha256": sha256(path), "bytes": path.stat().st_size} for path in files}
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
+
+
+class EngineDirectory:
+    """An engine directory, opened and checked; implements `Weights`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens `folder` and checks every file against the manifest.
+
+        Raises:
+            UserError: no manifest, another format version, a file that is missing or was changed.
+        """
+        self.folder = folder
+        self.manifest = _read_manifest(folder / MANIFEST)
+        self._check_files()
+        source = str(folder / MANIFEST)
+        self._config = ModelConfig.from_dict(self.manifest.model, f"{source}: model")
+        self.generation_config = GenerationConfig.from_dict(
+            self.manifest.generation, self.manifest.model["text_config"].get("eos_token_id", 1), f"{source}: generation"
+        )
+        self._tensors = {key: handle for handle, key in self._index()}
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        return self._config
+
+    def tensor(self, name: str) -> Tensor:
+        """A plain tensor, as stored (memory-mapped)."""
+        found: Tensor = self._tensors[name].get_tensor(name)
+        return found
+
+    def linear(self, name: str) -> Linear:
+        """A matmul's weight, memory-mapped, experts stacked."""
+        parts = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        stored = {part: self.tensor(f"{name}.{part}") for part in parts if f"{name}.{part}" in self._tensors}
+        return Linear(Precision(self.manifest.precisions[name]), **stored)
+
+    def precision(self, name: str) -> Precision:
+        """The precision of a matmul's weight."""
+        return Precision(self.manifest.precisions[name])
+
+    def _index(self) -> Iterator[tuple[Any, str]]:
+        for path in sorted((self.folder / WEIGHTS).glob("*.safetensors")):
+            handle = safe_open(path, framework="pt")
+            for key in handle.keys():  # noqa: SIM118 (not a dict)
+                yield handle, key
+
+    def _check_files(self) -> None:
+        advice = "the engine directory is damaged: build it again"
+        for name, expected in self.manifest.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise UserError(f"{path}: missing; {advice}")
+            if path.stat().st_size != expected["bytes"]:
+                raise UserError(f"{path}: has {path.stat().st_size} bytes, the manifest says {expected['bytes']}; {advice}")
+        with ThreadPoolExecutor() as pool:
+            digests = pool.map(sha256, [self.folder / name for name in self.manifest.files])
+            for (name, expected), found in zip(self.manifest.files.items(), digests, strict=True):
+                if found != expected["sha256"]:
+                    raise UserError(f"{self.folder / name}: was changed after it was built; {advice}")
+
+
+def is_engine_directory(folder: Path) -> bool:
+    """True when `folder` holds a manifest."""
+    return (folder / MANIFEST).is_file()
+
+
+def _read_manifest(path: Path) -> Manifest:
+    data = read_json(path)
+    version = data.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path}: format_version is {version!r}, this program reads {FORMAT_VERSION}; build the engine again")
+    try:
+        return Manifest(**data)
+    except TypeError as error:
+        raise UserError(f"{path}: not a manifest of this program: {error}") from None

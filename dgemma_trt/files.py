@@ -1,0 +1,59 @@
+"""Folders that appear whole or not at all, and digests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dgemma_trt.errors import UserError
+
+OURS = ("manifest.json", "config.json")
+"""What a folder must hold, one of them, to be replaced: an engine directory's or a checkpoint's mark."""
+
+
+@contextmanager
+def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
+    """A temporary sibling of `out`, renamed to it when the block ends well and removed when it does not.
+
+    Raises:
+        UserError: `out` exists and `replace` is false, or it cannot be written.
+    """
+    if out.exists() and not replace:
+        raise UserError(f"{out}: exists already; choose another folder, or pass --force to replace it")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; choose another folder")
+    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in OURS):
+        raise UserError(f"{out}: is neither a checkpoint nor an engine directory, so it is not replaced; choose another")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror}") from None
+    try:
+        # mkdtemp makes private folders; a finished one is as readable as any other.
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
+        yield partial
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+            out.replace(old)
+            partial.replace(out)
+            shutil.rmtree(old)
+        else:
+            partial.replace(out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """The hexadecimal digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
