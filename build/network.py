@@ -1,0 +1,273 @@
+"""Emits the mixed network as a TensorRT network definition, from weights, for whichever TensorRT module is given.
+
+The network itself is dgemma_trt/model.py; here are its operations as layers. Hidden states are bf16; norms, router, rotation
+and the vocabulary head compute in float32. All rows of a pass go through every matmul together, so that weights are read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma_trt.build.attention import Groups, MixedMaskAttention
+from dgemma_trt.build.experts import Routing, dense_experts
+from dgemma_trt.build.head import read_vocabulary
+from dgemma_trt.build.layers import Dimension, Layers, Log, Node, TensorSpec
+from dgemma_trt.build.matmuls import Matmuls
+from dgemma_trt.config import LayerConfig, ModelConfig
+from dgemma_trt.model import Group, network
+from dgemma_trt.runtime.host import WindowRule
+from dgemma_trt.weights import Weights
+
+TOP = 20
+"""Alternatives a position that `top_logprobs` gives."""
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """What an engine is made for; `max_context` counts every position of a request, its last canvas included.
+
+    window_rule: see runtime/host.py. top_logprobs, debug_logits: further outputs. embed_weights: constants instead of inputs.
+    """
+
+    max_batch: int
+    max_context: int
+    prefill_chunk: int
+    canvas_length: int
+    window_rule: WindowRule = "reference"
+    top_logprobs: bool = False
+    debug_logits: bool = False
+    embed_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A finished network and everything that must live until it is compiled.
+
+    inputs, outputs: in the network's order. weight_inputs: names of the inputs that are weights: `embed_tokens`,
+    `layers.N.router.proj`, and matmul weights with the suffix of their tensor (`layers.0.experts.gate_proj.weight_scale`).
+    constants: the tensor behind each constant layer, by the layer's name; fp4 ones packed in uint8.
+    """
+
+    trt: ModuleType
+    log: Log
+    builder: Any
+    network: Any
+    profiles: tuple[Any, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    weight_inputs: tuple[str, ...]
+    constants: dict[str, Tensor]
+
+
+def emit(weights: Weights, options: NetworkOptions, trt: ModuleType) -> Emitted:
+    """Writes the network. Of weights that become inputs only shape and type are looked at.
+
+    Raises:
+        UserError: weights that no lowering computes exactly.
+    """
+    log = Log(trt)
+    builder = _module(trt).Builder(log.logger)
+    flags = 1 << int(_module(trt).NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    layers = Layers(trt, builder.create_network(flags), log)
+    matmuls = Matmuls(layers, weights, options.embed_weights)
+    network(_TensorRTOps(layers, matmuls, weights.config, options), weights.config)
+    profile = builder.create_optimization_profile()
+    for spec in layers.inputs:
+        if -1 in spec.shape:
+            profile.set_shape(spec.name, spec.minimum, spec.optimum, spec.maximum)
+    return Emitted(
+        trt,
+        log,
+        builder,
+        layers.network,
+        (profile,),
+        tuple(layers.inputs),
+        tuple(layers.outputs),
+        tuple(matmuls.input_names),
+        layers.constants,
+    )
+
+
+def _module(trt: ModuleType) -> Any:
+    return trt
+
+
+class _TensorRTOps:
+    """The operations as layers. Rows are nodes [rows, width] in bf16, context rows first; both groups may be empty."""
+
+    def __init__(self, layers: Layers, matmuls: Matmuls, config: ModelConfig, options: NetworkOptions) -> None:
+        self._layers, self._matmuls, self._config, self._options = layers, matmuls, config, options
+        batch = Dimension("batch", 1, options.max_batch, options.max_batch)
+        canvas = Dimension("canvas", 0, options.canvas_length, options.canvas_length)
+        chunk_length = max(options.prefill_chunk, options.canvas_length)
+        self._batch, self._canvas = batch, canvas
+        self._context_batch = Dimension("context_batch", 0, 1, options.max_batch)
+        self._chunk = Dimension("chunk", 0, options.canvas_length, chunk_length)
+        ring = min(config.window, options.max_context)
+        usual = min(4096, options.max_context)
+        self._cached = {
+            True: Dimension("sliding_cache", 0, ring, ring),
+            False: Dimension("full_cache", 0, usual, options.max_context),
+        }
+        self._ids: dict[Group, Node] = {
+            "canvas": self._input("canvas_ids", "int32", batch, canvas),
+            "context": self._input("context_ids", "int32", self._context_batch, self._chunk),
+        }
+        canvas_positions = self._input("canvas_positions", "int32", batch, canvas)
+        context_positions = self._input("context_positions", "int32", self._context_batch, self._chunk)
+        context_slot = self._input("context_slot", "int32", self._context_batch)
+        self._soft = self._input("soft_embeddings", "bfloat16", batch, canvas, config.hidden_size)
+        self._temperature = self._input("temperature", "float32", batch)
+        self._uniform = self._input("uniform", "float32", batch, canvas)
+        cached_positions = {
+            sliding: self._input("sliding_positions" if sliding else "full_positions", "int32", batch, self._cached[sliding])
+            for sliding in (True, False)
+            if any(layer.sliding is sliding for layer in config.layers)
+        }
+        with layers.scope("rows"):
+            self._groups = Groups(layers, context_positions, canvas_positions)
+        per_token = options.window_rule == "per-token"
+        self._attention = MixedMaskAttention(layers, self._groups, context_slot, cached_positions, config.window, per_token)
+        self._rotations: dict[tuple[float, int, int], tuple[Node, Node]] = {}
+
+    def _input(self, name: str, dtype: str, *dimensions: int | Dimension) -> Node:
+        return self._layers.input(TensorSpec(name, dtype, dimensions))
+
+    def _output(self, name: str, dtype: str, node: Node, *dimensions: int | Dimension) -> None:
+        self._layers.output(TensorSpec(name, dtype, dimensions), node)
+
+    def _scaled(self, rows: Node) -> Node:
+        return self._layers.elementwise("PROD", rows, self._config.hidden_size**0.5)
+
+    def embed(self, group: Group) -> Node:
+        with self._layers.scope("embed_tokens"):
+            table = self._layers.cast(self._matmuls.large("embed_tokens"), "bfloat16")
+            ids = self._layers.reshape(self._ids[group], [-1])
+            return self._scaled(self._layers.gather(table, ids, 0))
+
+    def soft_embeddings(self) -> Node:
+        return self._layers.reshape(self._soft, [-1, self._config.hidden_size])
+
+    def join(self, context: Node, canvas: Node) -> Node:
+        return self._groups.join(context, canvas)
+
+    def canvas_only(self, x: Node) -> Node:
+        return self._groups.canvas(x)
+
+    def add(self, x: Node, y: Node) -> Node:
+        return self._layers.elementwise("SUM", x, y)
+
+    def scale_by_group(self, x: Node, name: str) -> Node:
+        with self._layers.scope(name):
+            encoder, decoder = (
+                self._layers.constant(f"{name}.{side}", self._matmuls.small(f"{name}.{side}", torch.bfloat16).reshape(1, 1))
+                for side in ("encoder", "decoder")
+            )
+            return self._layers.elementwise("PROD", x, self._layers.select(self._groups.is_context, encoder, decoder))
+
+    def rms_norm(self, x: Node, name: str | None, head_dim: int | None = None) -> Node:
+        with self._layers.scope(name or "norm_without_weight"):
+            weight = None if name is None else self._layers.constant(name, self._matmuls.small(name).reshape(1, -1))
+            if head_dim is None:
+                return self._layers.cast(self._norm(x, weight), "bfloat16")
+            heads = self._layers.reshape(x, [-1, head_dim])
+            return self._layers.reshape(self._layers.cast(self._norm(heads, weight), "bfloat16"), [-1, x.shape[1]])
+
+    def _norm(self, x: Node, weight: Node | None) -> Node:
+        """x [rows, width] in float32 without its root mean square, times weight [1, width]."""
+        layers = self._layers
+        x = layers.cast(x, "float32")
+        mean = layers.reduce("AVG", layers.elementwise("PROD", x, x), 1)
+        root = layers.unary("SQRT", layers.elementwise("SUM", mean, self._config.rms_norm_eps))
+        x = layers.elementwise("PROD", x, layers.unary("RECIP", root))
+        return x if weight is None else layers.elementwise("PROD", x, weight)
+
+    def linear(self, x: Node, name: str) -> Node:
+        return self._matmuls.linear(x, name)
+
+    def gelu_gate(self, gate: Node, up: Node) -> Node:
+        return self._layers.gelu_gate(gate, up)
+
+    def rotary(self, x: Node, layer: LayerConfig) -> Node:
+        with self._layers.scope(f"{layer.name}.rotary"):
+            heads = self._layers.reshape(x, [-1, x.shape[1] // layer.head_dim, 1, layer.head_dim])
+            rotated = self._layers.rotary(self._layers.cast(heads, "float32"), *self._rotation(layer))
+            return self._layers.reshape(self._layers.cast(rotated, "bfloat16"), [-1, x.shape[1]])
+
+    def _rotation(self, layer: LayerConfig) -> tuple[Node, Node]:
+        """cos and sin of every row's angles, float32 [rows, 1, head_dim / 2]; elements that pass unrotated have angle 0."""
+        key = (layer.rope_theta, layer.head_dim, layer.rotary_dim)
+        if key not in self._rotations:
+            exponents = torch.arange(0, layer.rotary_dim, 2).float() / layer.head_dim
+            frequencies = torch.zeros(1, layer.head_dim // 2)
+            frequencies[0, : layer.rotary_dim // 2] = 1.0 / layer.rope_theta**exponents
+            constant = self._layers.constant(f"frequencies:{key}", frequencies)
+            positions = self._layers.cast(self._groups.positions, "float32")
+            angles = self._layers.unsqueeze(self._layers.elementwise("PROD", positions, constant), [1])
+            self._rotations[key] = self._layers.unary("COS", angles), self._layers.unary("SIN", angles)
+        return self._rotations[key]
+
+    def mixed_mask_attention(self, q: Node, k: Node, v: Node, layer: LayerConfig) -> Node:
+        shape = (layer.kv_heads, self._cached[layer.sliding], layer.head_dim)
+        k_cache = self._input(f"{layer.name}.k_cache", "bfloat16", self._batch, *shape)
+        v_cache = self._input(f"{layer.name}.v_cache", "bfloat16", self._batch, *shape)
+        with self._layers.scope(f"{layer.name}.self_attn"):
+            rows, k_new, v_new = self._attention.attend(q, k, v, k_cache, v_cache, layer)
+        new_shape = (self._context_batch, layer.kv_heads, self._chunk, layer.head_dim)
+        self._output(f"{layer.name}.k_new", "bfloat16", k_new, *new_shape)
+        self._output(f"{layer.name}.v_new", "bfloat16", v_new, *new_shape)
+        return rows
+
+    def router_scores(self, x: Node, name: str) -> Node:
+        with self._layers.scope(name):
+            scale = self._matmuls.small(f"{name}.scale") * self._config.hidden_size**-0.5
+            scaled = self._norm(x, self._layers.constant(f"{name}.scale", scale.reshape(1, -1)))
+            matrix = self._layers.cast(self._matmuls.large(f"{name}.proj"), "float32")
+            return self._layers.matmul(scaled, matrix, transpose=True)
+
+    def choose_experts(self, scores: Node, name: str) -> Routing:
+        layers = self._layers
+        with layers.scope(name):
+            weights, chosen = layers.top(layers.softmax(scores), self._config.experts_per_token)
+            weights = layers.elementwise("DIV", weights, layers.reduce("SUM", weights, 1))
+            per_expert = layers.constant(f"{name}.per_expert_scale", self._matmuls.small(f"{name}.per_expert_scale"))
+            return Routing(layers.elementwise("PROD", weights, layers.gather(per_expert, chosen, 0)), chosen)
+
+    def experts(self, x: Node, routing: Routing, name: str) -> Node:
+        return dense_experts(self._layers, self._matmuls, x, routing, name, self._config.num_experts)
+
+    def vocabulary_head(self, x: Node) -> None:
+        with self._layers.scope("vocabulary"):
+            self._vocabulary_head(x)
+
+    def _vocabulary_head(self, x: Node) -> None:
+        layers, words, cap = self._layers, self._config.vocab_size, self._config.logit_softcap
+        batch, canvas, (b, t) = self._batch, self._canvas, self._groups.canvas_shape
+        table = self._matmuls.large("embed_tokens")
+        # bf16 operands would round the logits to bf16 too. In TF32, which the compiler may take, their products are exact.
+        logits = layers.matmul(layers.cast(x, "float32"), layers.cast(table, "float32"), transpose=True)
+        capped = layers.elementwise("PROD", layers.activation("TANH", layers.elementwise("DIV", logits, cap)), cap)
+        capped = layers.reshape(capped, [b, t, words])
+        z = layers.elementwise("DIV", capped, layers.unsqueeze(self._temperature, [1, 2]))
+        seen = read_vocabulary(layers, layers.reshape(z, [-1, words]), layers.reshape(self._uniform, [-1, 1]))
+        self._output("best_ids", "int32", layers.reshape(seen.best_ids, [b, t]), batch, canvas)
+        self._output("sampled_ids", "int32", layers.reshape(seen.sampled_ids, [b, t]), batch, canvas)
+        self._output("entropy", "float32", layers.reshape(seen.entropy, [b, t]), batch, canvas)
+        self._output("best_logprob", "float32", layers.reshape(seen.best_logprob, [b, t]), batch, canvas)
+        probabilities = layers.cast(seen.probabilities, "bfloat16")
+        soft = self._scaled(layers.matmul(probabilities, layers.cast(table, "bfloat16"), transpose=False))
+        soft = layers.reshape(soft, [b, t, self._config.hidden_size])
+        self._output("next_soft_embeddings", "bfloat16", soft, batch, canvas, self._config.hidden_size)
+        if self._options.top_logprobs:
+            count = min(TOP, words)
+            values, ids = layers.top(seen.shifted, count)
+            logprobs = layers.elementwise("SUB", values, seen.log_total)
+            self._output("top_ids", "int32", layers.reshape(ids, [b, t, count]), batch, canvas, count)
+            self._output("top_logprobs", "float32", layers.reshape(logprobs, [b, t, count]), batch, canvas, count)
+        if self._options.debug_logits:
+            self._output("logits", "float32", capped, batch, canvas, words)
