@@ -140,7 +140,7 @@ class HostSession:
         """Forgets what the cache of `slot` holds."""
         self._caches.pop(slot, None)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _pass(
         self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows], read: Callable[[Tensor, CanvasRows], R]
     ) -> list[R]:

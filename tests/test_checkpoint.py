@@ -150,7 +150,7 @@ def test_kv_cache_scales_are_known(folder: Path) -> None:
 
 
 def drop(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.pop(name) and None
+    return lambda tensors: tensors.__delitem__(name)
 
 
 def put(name: str, tensor: Tensor) -> Callable[[Tensors], None]:
