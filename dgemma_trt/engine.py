@@ -1,0 +1,159 @@
+"""The Python interface: open an engine directory or a checkpoint folder, generate text, compare logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma_trt.checkpoint import Checkpoint
+from dgemma_trt.engine_directory import EngineDirectory, is_engine_directory
+from dgemma_trt.errors import UserError
+from dgemma_trt.runtime.diffusion import Committed, End, Event, GenerationParameters, Request, Statistics
+from dgemma_trt.runtime.generation import TextStream, run_requests
+from dgemma_trt.runtime.host import HostSession
+from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits
+from dgemma_trt.sources import find_checkpoint
+from dgemma_trt.text import Message, Text
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""A question, a conversation (dicts with role and content), or token ids."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer. token_ids end before the end token; `canvases` holds what was committed, one entry a canvas.
+
+    finish_reason: `stop`, `length`, or `error`, which `error` then explains.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    canvases: list[Committed]
+    statistics: Statistics
+    error: str | None = None
+
+
+class Engine:
+    """A model ready to answer. Make one with `Engine.open`."""
+
+    def __init__(self, source: Checkpoint | EngineDirectory, limits: Limits, device: str, dtype: torch.dtype) -> None:
+        self.source, self.device = source, device
+        self.session = HostSession(source, limits, dtype=dtype, device=device)
+        self.text = Text(source.folder)
+
+    @classmethod
+    def open(cls, path: str | Path, device: str = "auto", dtype: torch.dtype = torch.float32) -> Engine:
+        """Opens an engine directory, a checkpoint folder, a Hugging Face id, or `nano`.
+
+        device: `cpu`, `cuda`, or `auto`, which takes a GPU if there is one. The network runs on the host session, with torch;
+        dtype is what that rounds hidden states to.
+
+        Raises:
+            UserError: nothing usable at `path`, or no such device.
+        """
+        if device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"device is {device!r}; choose auto, cpu or cuda")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("device is 'cuda', but torch finds no CUDA GPU here; choose cpu")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        folder = find_checkpoint(str(path))
+        if is_engine_directory(folder):
+            engine = EngineDirectory(folder)
+            return cls(engine, Limits(**engine.manifest.limits), device, dtype)
+        checkpoint = Checkpoint(folder)
+        return cls(checkpoint, default_limits(checkpoint), device, dtype)
+
+    def request(self, prompt: Prompt, *, raw: bool = False, **parameters: Any) -> Request:
+        """A request for `prompt`: token ids as they are, a conversation or question through the chat template.
+
+        raw: a string is continued as it stands. parameters: those of `GenerationParameters`.
+
+        Raises:
+            UserError: an empty or too long prompt, or a parameter outside its range.
+        """
+        chosen = GenerationParameters.of(self.source.generation_config, **parameters)
+        return Request(self._encode(prompt, raw), chosen, self.session.limits, self.source.config.vocab_size)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], *, raw: bool = False, **parameters: Any) -> list[Generation]:
+        """Answers each prompt, exactly as it would be answered alone; `parameters` (the seed too) hold for each.
+
+        Raises:
+            UserError: see `request`.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | dict))
+        each: Sequence[Any] = [prompts] if single else prompts
+        requests = [self.request(prompt, raw=raw, **parameters) for prompt in each]
+        committed: list[list[Committed]] = [[] for _ in requests]
+        ends: dict[int, End] = {}
+        for index, event in run_requests(self.session, requests):
+            if isinstance(event, Committed):
+                committed[index].append(event)
+            elif isinstance(event, End):
+                ends[index] = event
+        return [
+            self._generation(canvases, ends[index], requests[index].statistics) for index, canvases in enumerate(committed)
+        ]
+
+    def stream(self, prompt: Prompt, *, raw: bool = False, **parameters: Any) -> Iterator[Event]:
+        """Answers one prompt, yielding drafts, committed canvases and the end as they come.
+
+        Raises:
+            UserError: see `request`.
+        """
+        request = self.request(prompt, raw=raw, **parameters)
+        return (event for _, event in run_requests(self.session, [request]))
+
+    def logits(
+        self, context_ids: Tensor | Sequence[Sequence[int]], canvas_ids: Tensor, soft_embeddings: Tensor | None = None
+    ) -> Tensor:
+        """Softcapped logits, float32 [B, T, V], of one denoising step, for comparison with references.
+
+        context_ids: int [B, n], or B lists of any length. canvas_ids: int [B, T]. soft_embeddings: [B, T, hidden], the
+        probabilities of the previous step times the scaled embedding table; None at the first step.
+        """
+        found = []
+        for index, canvas in enumerate(canvas_ids):
+            context = torch.as_tensor(context_ids[index], dtype=torch.int64)
+            soft = None if soft_embeddings is None else soft_embeddings[index]
+            rows = CanvasRows(0, len(context), canvas, soft, temperature=1.0, uniform=torch.zeros(len(canvas)))
+            self.session.reset(0)
+            chunk = self.session.limits.prefill_chunk
+            chunks = [ContextRows(0, start, context[start : start + chunk]) for start in range(0, len(context), chunk)]
+            for piece in chunks[:-1]:
+                self.session.logits([piece], [])
+            found.extend(self.session.logits(chunks[-1:], [rows]))
+        self.session.reset(0)
+        return torch.stack(found)
+
+    def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise UserError("the prompt is empty; give at least one word")
+            return self.text.raw(prompt) if raw else self.text.chat([{"role": "user", "content": prompt}])
+        if len(prompt) > 0 and isinstance(prompt[0], dict):
+            return self.text.chat(prompt)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+    def _generation(self, canvases: list[Committed], end: End, statistics: Statistics) -> Generation:
+        stream = TextStream(self.text.decode)
+        token_ids = [token for canvas in canvases for token in canvas.token_ids]
+        text = stream.add(token_ids, last=True)
+        return Generation(text, token_ids, end.finish_reason, canvases, statistics, end.error)
+
+
+def default_limits(checkpoint: Checkpoint) -> Limits:
+    """Limits for a checkpoint that was not built: 8 requests, 8,192 positions, prompts in chunks of 512."""
+    config = checkpoint.config
+    return Limits(
+        max_batch=8,
+        max_context=min(8192, config.max_positions),
+        prefill_chunk=512,
+        canvas_length=config.canvas_length,
+    )

@@ -1,0 +1,239 @@
+"""One request as a state machine: what it contributes to each pass, and what it makes of the result.
+
+    prompt chunks … | last chunk + first step | step … step | commit + first step of the next canvas | step … | end
+
+The last prompt chunk shares its pass with the first denoising step, and so does the commit of a canvas with the first step of
+the next: the weights are read once for both. The last canvas is never committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma_trt.config import GenerationConfig
+from dgemma_trt.errors import UserError
+from dgemma_trt.runtime import randomness, sampler
+from dgemma_trt.runtime.randomness import Purpose
+from dgemma_trt.runtime.session import CanvasResult, CanvasRows, ContextRows, Limits
+
+
+@dataclass(frozen=True)
+class GenerationParameters:
+    """How one request is generated.
+
+    max_new_tokens: exact limit; None: up to the context limit. temperature: 1 is the checkpoint's schedule, 0 takes the argmax
+    in place of the draw, anything else multiplies t_min and t_max. entropy_bound and confidence_threshold are in nats.
+    """
+
+    end_token_ids: tuple[int, ...]
+    max_denoising_steps: int
+    entropy_bound: float
+    t_min: float
+    t_max: float
+    stability_threshold: int
+    confidence_threshold: float
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: GenerationConfig, **wanted: Any) -> GenerationParameters:
+        """The checkpoint's parameters with those in `wanted` replaced; None keeps the checkpoint's.
+
+        Raises:
+            UserError: an unknown parameter, or a value outside its range.
+        """
+        unknown = sorted(wanted.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            raise UserError(f"{unknown[0]} is no generation parameter; known: {', '.join(cls.__dataclass_fields__)}")
+        given = {name: value for name, value in wanted.items() if value is not None}
+        parameters = cls(**{**vars(config), **given})
+        randomness.check_seed(parameters.seed)
+        for name, minimum in (("max_denoising_steps", 1), ("stability_threshold", 0), ("temperature", 0)):
+            if not getattr(parameters, name) >= minimum:
+                raise UserError(f"{name} is {getattr(parameters, name)}; it must be at least {minimum}")
+        for name in ("entropy_bound", "confidence_threshold", "t_min", "t_max"):
+            if not getattr(parameters, name) > 0:
+                raise UserError(f"{name} is {getattr(parameters, name)}; it must be above 0")
+        if parameters.t_min > parameters.t_max:
+            raise UserError(f"t_min is {parameters.t_min}, above t_max {parameters.t_max}")
+        if parameters.max_new_tokens is not None and parameters.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {parameters.max_new_tokens}; it must be at least 1")
+        return parameters
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A canvas after one denoising step; committed text may still differ.
+
+    canvas: index from 0. step: from 1. token_ids: the argmax, [T]. accepted: bool [T], what the next step keeps. entropy:
+    float32 [T], nats.
+    """
+
+    canvas: int
+    step: int
+    token_ids: list[int]
+    accepted: Tensor
+    entropy: Tensor
+
+    @property
+    def mean_entropy(self) -> float:
+        """In nats."""
+        return float(self.entropy.mean())
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A finished canvas. token_ids: before the end token, and within the limit. converged: stopped before the last step."""
+
+    canvas: int
+    token_ids: list[int]
+    steps: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class End:
+    """The last event of a request.
+
+    finish_reason: `stop` (end token), `length` (limit reached) or `error`, which `error` then explains.
+    """
+
+    finish_reason: str
+    error: str | None = None
+
+
+Event = Draft | Committed | End
+
+
+@dataclass
+class Statistics:
+    """Per canvas: denoising steps, tokens before padding (the end token included), and positions accepted at each step."""
+
+    steps: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens that are not padding, of whole canvases, over denoising steps: the reference's definition."""
+        return sum(self.tokens) / max(1, sum(self.steps))
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    PREFILL = "prefill"
+    DENOISE = "denoise"
+    FINISHED = "finished"
+
+
+class Request:
+    """A prompt being answered. Alternate `next_rows` and `take` until `phase` is FINISHED."""
+
+    def __init__(self, prompt: list[int], parameters: GenerationParameters, limits: Limits, vocab_size: int) -> None:
+        """Checks the prompt.
+
+        Raises:
+            UserError: an empty prompt, one that leaves no room for an answer, or a token id outside the vocabulary.
+        """
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        if len(prompt) >= limits.max_context:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, the limit is {limits.max_context} with the answer; shorten it, or build "
+                "with a larger --max-context"
+            )
+        if not all(0 <= token < vocab_size for token in prompt):
+            raise UserError(f"the prompt has a token id outside 0 … {vocab_size - 1}")
+        self.parameters = parameters
+        self.statistics = Statistics()
+        self.phase = Phase.PREFILL
+        self._limits, self._vocab_size = limits, vocab_size
+        self._uncached, self._cached = torch.tensor(prompt), 0
+        self._emitted = 0
+        self._canvas_index = -1
+        self._canvas: Tensor | None = None
+        self._soft_embeddings: Tensor | None = None
+
+    def next_rows(self, slot: int) -> tuple[ContextRows | None, CanvasRows | None]:
+        """What this request contributes to the next pass, in cache slot `slot`."""
+        context = None
+        if len(self._uncached):
+            # Prompt chunks end on a fixed grid, so that a token's keys never depend on how a prompt was cut.
+            count = len(self._uncached)
+            if self.phase is Phase.PREFILL:
+                count = min(count, self._limits.prefill_chunk - self._cached % self._limits.prefill_chunk)
+            context = ContextRows(slot, self._cached, self._uncached[:count])
+            self._uncached, self._cached = self._uncached[count:], self._cached + count
+        if len(self._uncached):
+            return context, None
+        if self._canvas is None:
+            self.phase = Phase.DENOISE
+            self._start_canvas()
+        return context, self._canvas_rows(slot)
+
+    def take(self, result: CanvasResult | None) -> list[Event]:
+        """Takes in the result of the pass (None if it had no canvas rows of this request)."""
+        if result is None:
+            return []
+        for name in ("entropy", "best_logprob"):
+            if not bool(getattr(result, name).isfinite().all()):
+                self.phase = Phase.FINISHED
+                where = f"canvas {self._canvas_index + 1}, step {self._step}"
+                return [End("error", f"{name} is not finite in {where}; the engine or its weights are damaged")]
+        best, entropy = result.best_ids.cpu(), result.entropy.cpu()
+        accepted = sampler.accept(entropy, self.parameters.entropy_bound)
+        self.statistics.accepted[-1].append(int(accepted.sum()))
+        draft = Draft(self._canvas_index, self._step, best.tolist(), accepted, entropy)
+        stopped = self._stopping.update(best, entropy)
+        if stopped or self._step == self.parameters.max_denoising_steps:
+            return [draft, *self._finish_canvas(best, stopped)]
+        chosen = best if self.parameters.temperature == 0 else result.sampled_ids.cpu()
+        self._canvas = torch.where(accepted, chosen, self._noise(Purpose.RENOISE, self._step))
+        self._soft_embeddings = result.soft_embeddings
+        self._step += 1
+        return [draft]
+
+    def _start_canvas(self) -> None:
+        self._canvas_index += 1
+        self._length = min(self._limits.canvas_length, self._limits.max_context - self._cached)
+        self._step = 1
+        self._canvas = self._noise(Purpose.INITIAL_CANVAS, 0)
+        self._soft_embeddings = None
+        self._stopping = sampler.Stopping(self.parameters.stability_threshold, self.parameters.confidence_threshold)
+        self.statistics.accepted.append([])
+
+    def _noise(self, purpose: Purpose, step: int) -> Tensor:
+        seed = self.parameters.seed
+        return randomness.tokens(seed, self._canvas_index, step, purpose, self._length, self._vocab_size)
+
+    def _canvas_rows(self, slot: int) -> CanvasRows:
+        assert self._canvas is not None
+        chosen, steps = self.parameters, self.parameters.max_denoising_steps
+        scale = chosen.temperature or 1.0
+        temperature = sampler.schedule_temperature(steps - self._step + 1, steps, chosen.t_min * scale, chosen.t_max * scale)
+        uniform = randomness.uniforms(chosen.seed, self._canvas_index, self._step, Purpose.SAMPLE, self._length)
+        return CanvasRows(slot, self._cached, self._canvas, self._soft_embeddings, temperature, uniform)
+
+    def _finish_canvas(self, best: Tensor, converged: bool) -> list[Event]:
+        tokens, ended = sampler.before_end(best.tolist(), self.parameters.end_token_ids)
+        self.statistics.steps.append(self._step)
+        self.statistics.tokens.append(len(tokens) + ended)
+        if self.parameters.max_new_tokens is not None:
+            left = self.parameters.max_new_tokens - self._emitted
+            ended = ended and len(tokens) < left
+            tokens = tokens[:left]
+        self._emitted += len(tokens)
+        committed = Committed(self._canvas_index, tokens, self._step, converged)
+        full = self._cached + self._length >= self._limits.max_context
+        if ended or full or self._emitted == self.parameters.max_new_tokens:
+            self.phase = Phase.FINISHED
+            return [committed, End("stop" if ended else "length")]
+        self._uncached, self._canvas = best, None
+        return [committed]
