@@ -6,8 +6,8 @@ from dgemma_trt.build.layers import Layers, Node
 from dgemma_trt.config import LayerConfig
 
 UNSEEN = -2
-"""Position of keys that no row sees. Padding rows have position -1 and see the padding keys of their own chunk or canvas, so that
-their softmax is over something; empty cache slots and padding from elsewhere are hidden from them too."""
+"""Position of keys that no row sees. Padding rows have position -1 and see the padding keys of their own chunk or canvas, so
+that their softmax is over something; empty cache slots and padding from elsewhere are hidden from them too."""
 
 
 class Groups:

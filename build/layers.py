@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class TensorSpec:
 class Log:
     """What TensorRT said while a network was made and compiled."""
 
-    def __init__(self, trt: ModuleType) -> None:
+    def __init__(self, trt: Any) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.logger = _logger(trt, self)
@@ -99,12 +98,12 @@ class Layers:
     ends, and gives nothing of bf16, FP8 and FP4 back.
     """
 
-    def __init__(self, trt: ModuleType, network: Any, log: Log) -> None:
+    def __init__(self, trt: Any, network: Any, log: Log) -> None:
         self.trt: Any = trt
         self.network, self.log = network, log
         self.constants: dict[str, Tensor] = {}
         self.inputs: list[TensorSpec] = []
-        self.outputs: list[TensorSpec] = []
+        self.outputs: dict[TensorSpec, Node] = {}
         self._constant_nodes: dict[str, Node] = {}
         self._scope, self._count = "", 0
 
@@ -128,7 +127,7 @@ class Layers:
     # What goes in and out
 
     def input(self, spec: TensorSpec) -> Node:
-        """A network input."""
+        """A network input. Declare all before the first layer: each one makes TensorRT infer every shape so far again."""
         node = self.network.add_input(spec.name, getattr(self.trt, spec.dtype), spec.shape)
         for axis, dimension in enumerate(spec.dimensions):
             if isinstance(dimension, Dimension):
@@ -137,12 +136,16 @@ class Layers:
         return node
 
     def output(self, spec: TensorSpec, node: Node) -> None:
-        """Marks `node` as a network output."""
+        """Makes `node` a network output, once all layers are there."""
         if node.dtype != getattr(self.trt, spec.dtype):
             raise RuntimeError(f"output {spec.name} is {node.dtype}, expected {spec.dtype}")
-        node.name = spec.name
-        self.network.mark_output(node)
-        self.outputs.append(spec)
+        self.outputs[spec] = node
+
+    def finish(self) -> None:
+        """Marks the outputs."""
+        for spec, node in self.outputs.items():
+            node.name = spec.name
+            self.network.mark_output(node)
 
     def constant(self, name: str, value: Tensor) -> Node:
         """The constant `name`; made once, `value` must be the same each time. uint8 [..., n / 2] becomes fp4 [..., n]."""
@@ -163,6 +166,10 @@ class Layers:
         dtype = next(t for t, name in TORCH_DTYPES.items() if getattr(self.trt, name) == like.dtype)
         rank = len(like.shape)
         return self.constant(f"{value}:{TORCH_DTYPES[dtype]}:{rank}", torch.full((1,) * rank, value, dtype=dtype))
+
+    def scalar(self, value: float) -> Node:
+        """A float32 constant without dimensions, as scales are given."""
+        return self.constant(f"{value}:float32:0", torch.tensor(value))
 
     # Shapes
 

@@ -7,7 +7,6 @@ and the vocabulary head compute in float32. All rows of a pass go through every 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dgemma_trt.build.experts import Routing, dense_experts
 from dgemma_trt.build.head import read_vocabulary
 from dgemma_trt.build.layers import Dimension, Layers, Log, Node, TensorSpec
 from dgemma_trt.build.matmuls import Matmuls
-from dgemma_trt.config import LayerConfig, ModelConfig
+from dgemma_trt.config import LayerConfig
 from dgemma_trt.model import Group, network
 from dgemma_trt.runtime.host import WindowRule
 from dgemma_trt.weights import Weights
@@ -53,7 +52,7 @@ class Emitted:
     constants: the tensor behind each constant layer, by the layer's name; fp4 ones packed in uint8.
     """
 
-    trt: ModuleType
+    trt: Any
     log: Log
     builder: Any
     network: Any
@@ -64,76 +63,77 @@ class Emitted:
     constants: dict[str, Tensor]
 
 
-def emit(weights: Weights, options: NetworkOptions, trt: ModuleType) -> Emitted:
+def emit(weights: Weights, options: NetworkOptions, trt: Any) -> Emitted:
     """Writes the network. Of weights that become inputs only shape and type are looked at.
 
     Raises:
         UserError: weights that no lowering computes exactly.
     """
     log = Log(trt)
-    builder = _module(trt).Builder(log.logger)
-    flags = 1 << int(_module(trt).NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    builder = trt.Builder(log.logger)
+    flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     layers = Layers(trt, builder.create_network(flags), log)
-    matmuls = Matmuls(layers, weights, options.embed_weights)
-    network(_TensorRTOps(layers, matmuls, weights.config, options), weights.config)
+    ops = _TensorRTOps(layers, weights, options)
+    network(ops, weights.config)
+    layers.finish()
     profile = builder.create_optimization_profile()
     for spec in layers.inputs:
         if -1 in spec.shape:
             profile.set_shape(spec.name, spec.minimum, spec.optimum, spec.maximum)
     return Emitted(
-        trt,
-        log,
-        builder,
-        layers.network,
-        (profile,),
-        tuple(layers.inputs),
-        tuple(layers.outputs),
-        tuple(matmuls.input_names),
-        layers.constants,
+        trt=trt,
+        log=log,
+        builder=builder,
+        network=layers.network,
+        profiles=(profile,),
+        inputs=tuple(layers.inputs),
+        outputs=tuple(layers.outputs),
+        weight_inputs=ops.matmuls.input_names,
+        constants=layers.constants,
     )
-
-
-def _module(trt: ModuleType) -> Any:
-    return trt
 
 
 class _TensorRTOps:
     """The operations as layers. Rows are nodes [rows, width] in bf16, context rows first; both groups may be empty."""
 
-    def __init__(self, layers: Layers, matmuls: Matmuls, config: ModelConfig, options: NetworkOptions) -> None:
-        self._layers, self._matmuls, self._config, self._options = layers, matmuls, config, options
-        batch = Dimension("batch", 1, options.max_batch, options.max_batch)
-        canvas = Dimension("canvas", 0, options.canvas_length, options.canvas_length)
-        chunk_length = max(options.prefill_chunk, options.canvas_length)
-        self._batch, self._canvas = batch, canvas
-        self._context_batch = Dimension("context_batch", 0, 1, options.max_batch)
-        self._chunk = Dimension("chunk", 0, options.canvas_length, chunk_length)
-        ring = min(config.window, options.max_context)
-        usual = min(4096, options.max_context)
+    def __init__(self, layers: Layers, weights: Weights, options: NetworkOptions) -> None:
+        self._layers, self._config, self._options = layers, weights.config, options
+        config, hidden = self._config, self._config.hidden_size
+        usual_cache, ring = min(4096, options.max_context), min(config.window, options.max_context)
+        batch = self._batch = Dimension("batch", 1, options.max_batch, options.max_batch)
+        canvas = self._canvas = Dimension("canvas", 0, options.canvas_length, options.canvas_length)
+        context_batch = self._context_batch = Dimension("context_batch", 0, 1, options.max_batch)
+        # A finished canvas is committed as one chunk.
+        longest = max(options.prefill_chunk, options.canvas_length)
+        chunk = self._chunk = Dimension("chunk", 0, options.canvas_length, longest)
         self._cached = {
             True: Dimension("sliding_cache", 0, ring, ring),
-            False: Dimension("full_cache", 0, usual, options.max_context),
+            False: Dimension("full_cache", 0, usual_cache, options.max_context),
         }
-        self._ids: dict[Group, Node] = {
-            "canvas": self._input("canvas_ids", "int32", batch, canvas),
-            "context": self._input("context_ids", "int32", self._context_batch, self._chunk),
-        }
+        canvas_ids = self._input("canvas_ids", "int32", batch, canvas)
         canvas_positions = self._input("canvas_positions", "int32", batch, canvas)
-        context_positions = self._input("context_positions", "int32", self._context_batch, self._chunk)
-        context_slot = self._input("context_slot", "int32", self._context_batch)
-        self._soft = self._input("soft_embeddings", "bfloat16", batch, canvas, config.hidden_size)
+        self._soft = self._input("soft_embeddings", "bfloat16", batch, canvas, hidden)
         self._temperature = self._input("temperature", "float32", batch)
         self._uniform = self._input("uniform", "float32", batch, canvas)
+        context_ids = self._input("context_ids", "int32", context_batch, chunk)
+        context_positions = self._input("context_positions", "int32", context_batch, chunk)
+        context_slot = self._input("context_slot", "int32", context_batch)
+        self._ids: dict[Group, Node] = {"canvas": canvas_ids, "context": context_ids}
         cached_positions = {
             sliding: self._input("sliding_positions" if sliding else "full_positions", "int32", batch, self._cached[sliding])
-            for sliding in (True, False)
-            if any(layer.sliding is sliding for layer in config.layers)
+            for sliding in sorted({layer.sliding for layer in config.layers}, reverse=True)
         }
+        self._caches = [(self._cache("k_cache", layer), self._cache("v_cache", layer)) for layer in config.layers]
+        self.matmuls = Matmuls(layers, weights, options.embed_weights)
         with layers.scope("rows"):
             self._groups = Groups(layers, context_positions, canvas_positions)
-        per_token = options.window_rule == "per-token"
-        self._attention = MixedMaskAttention(layers, self._groups, context_slot, cached_positions, config.window, per_token)
+            per_token = options.window_rule == "per-token"
+            self._attention = MixedMaskAttention(layers, self._groups, context_slot, cached_positions, config.window, per_token)
         self._rotations: dict[tuple[float, int, int], tuple[Node, Node]] = {}
+
+    def _cache(self, kind: str, layer: LayerConfig) -> Node:
+        shape = (self._batch, layer.kv_heads, self._cached[layer.sliding], layer.head_dim)
+        return self._input(f"{layer.name}.{kind}", "bfloat16", *shape)
 
     def _input(self, name: str, dtype: str, *dimensions: int | Dimension) -> Node:
         return self._layers.input(TensorSpec(name, dtype, dimensions))
@@ -146,7 +146,7 @@ class _TensorRTOps:
 
     def embed(self, group: Group) -> Node:
         with self._layers.scope("embed_tokens"):
-            table = self._layers.cast(self._matmuls.large("embed_tokens"), "bfloat16")
+            table = self._layers.cast(self.matmuls.large("embed_tokens"), "bfloat16")
             ids = self._layers.reshape(self._ids[group], [-1])
             return self._scaled(self._layers.gather(table, ids, 0))
 
@@ -165,14 +165,14 @@ class _TensorRTOps:
     def scale_by_group(self, x: Node, name: str) -> Node:
         with self._layers.scope(name):
             encoder, decoder = (
-                self._layers.constant(f"{name}.{side}", self._matmuls.small(f"{name}.{side}", torch.bfloat16).reshape(1, 1))
+                self._layers.constant(f"{name}.{side}", self.matmuls.small(f"{name}.{side}", torch.bfloat16).reshape(1, 1))
                 for side in ("encoder", "decoder")
             )
             return self._layers.elementwise("PROD", x, self._layers.select(self._groups.is_context, encoder, decoder))
 
     def rms_norm(self, x: Node, name: str | None, head_dim: int | None = None) -> Node:
         with self._layers.scope(name or "norm_without_weight"):
-            weight = None if name is None else self._layers.constant(name, self._matmuls.small(name).reshape(1, -1))
+            weight = None if name is None else self._layers.constant(name, self.matmuls.small(name).reshape(1, -1))
             if head_dim is None:
                 return self._layers.cast(self._norm(x, weight), "bfloat16")
             heads = self._layers.reshape(x, [-1, head_dim])
@@ -188,7 +188,7 @@ class _TensorRTOps:
         return x if weight is None else layers.elementwise("PROD", x, weight)
 
     def linear(self, x: Node, name: str) -> Node:
-        return self._matmuls.linear(x, name)
+        return self.matmuls.linear(x, name)
 
     def gelu_gate(self, gate: Node, up: Node) -> Node:
         return self._layers.gelu_gate(gate, up)
@@ -213,21 +213,18 @@ class _TensorRTOps:
         return self._rotations[key]
 
     def mixed_mask_attention(self, q: Node, k: Node, v: Node, layer: LayerConfig) -> Node:
-        shape = (layer.kv_heads, self._cached[layer.sliding], layer.head_dim)
-        k_cache = self._input(f"{layer.name}.k_cache", "bfloat16", self._batch, *shape)
-        v_cache = self._input(f"{layer.name}.v_cache", "bfloat16", self._batch, *shape)
         with self._layers.scope(f"{layer.name}.self_attn"):
-            rows, k_new, v_new = self._attention.attend(q, k, v, k_cache, v_cache, layer)
-        new_shape = (self._context_batch, layer.kv_heads, self._chunk, layer.head_dim)
-        self._output(f"{layer.name}.k_new", "bfloat16", k_new, *new_shape)
-        self._output(f"{layer.name}.v_new", "bfloat16", v_new, *new_shape)
+            rows, k_new, v_new = self._attention.attend(q, k, v, *self._caches[layer.index], layer)
+        shape = (self._context_batch, layer.kv_heads, self._chunk, layer.head_dim)
+        self._output(f"{layer.name}.k_new", "bfloat16", k_new, *shape)
+        self._output(f"{layer.name}.v_new", "bfloat16", v_new, *shape)
         return rows
 
     def router_scores(self, x: Node, name: str) -> Node:
         with self._layers.scope(name):
-            scale = self._matmuls.small(f"{name}.scale") * self._config.hidden_size**-0.5
-            scaled = self._norm(x, self._layers.constant(f"{name}.scale", scale.reshape(1, -1)))
-            matrix = self._layers.cast(self._matmuls.large(f"{name}.proj"), "float32")
+            scale = self.matmuls.small(f"{name}.scale") * self._config.hidden_size**-0.5
+            scaled = self._norm(x, self._layers.constant(f"{name}.scale/sqrt(hidden)", scale.reshape(1, -1)))
+            matrix = self._layers.cast(self.matmuls.large(f"{name}.proj"), "float32")
             return self._layers.matmul(scaled, matrix, transpose=True)
 
     def choose_experts(self, scores: Node, name: str) -> Routing:
@@ -235,11 +232,11 @@ class _TensorRTOps:
         with layers.scope(name):
             weights, chosen = layers.top(layers.softmax(scores), self._config.experts_per_token)
             weights = layers.elementwise("DIV", weights, layers.reduce("SUM", weights, 1))
-            per_expert = layers.constant(f"{name}.per_expert_scale", self._matmuls.small(f"{name}.per_expert_scale"))
+            per_expert = layers.constant(f"{name}.per_expert_scale", self.matmuls.small(f"{name}.per_expert_scale"))
             return Routing(layers.elementwise("PROD", weights, layers.gather(per_expert, chosen, 0)), chosen)
 
     def experts(self, x: Node, routing: Routing, name: str) -> Node:
-        return dense_experts(self._layers, self._matmuls, x, routing, name, self._config.num_experts)
+        return dense_experts(self._layers, self.matmuls, x, routing, name, self._config.num_experts)
 
     def vocabulary_head(self, x: Node) -> None:
         with self._layers.scope("vocabulary"):
@@ -248,7 +245,7 @@ class _TensorRTOps:
     def _vocabulary_head(self, x: Node) -> None:
         layers, words, cap = self._layers, self._config.vocab_size, self._config.logit_softcap
         batch, canvas, (b, t) = self._batch, self._canvas, self._groups.canvas_shape
-        table = self._matmuls.large("embed_tokens")
+        table = self.matmuls.large("embed_tokens")
         # bf16 operands would round the logits to bf16 too. In TF32, which the compiler may take, their products are exact.
         logits = layers.matmul(layers.cast(x, "float32"), layers.cast(table, "float32"), transpose=True)
         capped = layers.elementwise("PROD", layers.activation("TANH", layers.elementwise("DIV", logits, cap)), cap)
