@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 BLOCK = 512
 """Tokens in a block of the two-level draw."""
@@ -32,37 +31,46 @@ def read_vocabulary(z: Tensor, uniform: Tensor) -> Reading:
     """Reads off processed logits z (float32 [T, V], divided by the temperature), drawing with `uniform` (float32 [T]).
 
     With p = exp(z - max) and S their sum, the draw is the first token at which the running sum of p exceeds uniform * S: first
-    the block of 512 tokens, then the token inside it; if rounding finds none, the last token with p > 0. Entropy is
-    log S - sum(p (z - max)) / S, at least 0. Block sums and running sums are float64: in float32, a running sum over 262,144
-    tokens picks another token in 13 % of draws from flat rows.
+    the block of 512 tokens, then the token inside it; if rounding finds none there, the block's last with p > 0. Entropy is
+    log S - sum(p (z - max)) / S, at least 0. A row with a NaN, +inf or nothing but -inf gives NaN, never an exception.
+
+    Sums over a block are float32, which torch adds pairwise (relative error about 1e-7), running sums float64: a plain float32
+    running sum over 262,144 tokens picks another token in 13 % of draws from flat rows.
     """
-    peak, best = z.max(dim=-1)
-    shifted = z - peak[:, None]
-    p = shifted.exp()
     vocab = z.shape[-1]
-    blocks = functional.pad(p, (0, -vocab % BLOCK)).unflatten(-1, (-1, BLOCK))
-    sums = blocks.sum(dim=-1, dtype=torch.float64)
-    running = sums.cumsum(dim=-1)
-    total = running[:, -1]
-    target = uniform.double() * total
-
-    # Counting the sums that do not exceed the target gives the index of the first that does.
-    block = (running <= target[:, None]).sum(dim=-1).clamp(max=sums.shape[-1] - 1)
-    rows = torch.arange(len(z), device=z.device)
-    before = running[rows, block] - sums[rows, block]
-    inside = before[:, None] + blocks[rows, block].double().cumsum(dim=-1)
-    token = block * BLOCK + (inside <= target[:, None]).sum(dim=-1)
-    last_possible = vocab - 1 - (p > 0).flip(-1).int().argmax(dim=-1)
-    found = token.clamp(max=vocab - 1)
-    possible = (token < vocab) & (p[rows, found] > 0)
-
-    weighted = torch.where(p > 0, p * shifted, 0).sum(dim=-1, dtype=torch.float64)
-    entropy = (total.log() - weighted / total).clamp(min=0)
+    peak, best = z.max(dim=-1)
+    # exp is 0 far above -200, where 0 * (z - max) is still 0 and not NaN as for -inf.
+    shifted = (z - peak[:, None]).clamp_(min=-200)
+    padded = z.new_zeros(len(z), vocab + -vocab % BLOCK)
+    p = padded[:, :vocab]
+    torch.exp(shifted, out=p)
+    sampled, total = _sample(padded.unflatten(-1, (-1, BLOCK)), uniform)
+    log_total = total.log()
+    entropy = log_total - shifted.mul_(p).sum(dim=-1) / total
     return Reading(
         best_ids=best,
-        sampled_ids=torch.where(possible, found, last_possible),
-        entropy=entropy.float(),
-        best_logprob=-total.log().float(),
+        sampled_ids=sampled,
+        entropy=entropy.clamp(min=0).float(),
+        best_logprob=-log_total.float(),
         probabilities=p,
         total=total.float(),
     )
+
+
+def _sample(blocks: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(token drawn from each row, int64 [T]; sum of each row, float64 [T]) of blocks, float32 [T, n, 512]."""
+    rows = torch.arange(len(blocks), device=blocks.device)
+    sums = blocks.sum(dim=-1).double()
+    running = sums.cumsum(dim=-1)
+    total = running[:, -1]
+    target = uniform.double() * total
+    block = _first_beyond(running, target, sums)
+    inside = blocks[rows, block].double()
+    before = running[rows, block] - sums[rows, block]
+    return block * BLOCK + _first_beyond(inside.cumsum(dim=-1), target - before, inside), total
+
+
+def _first_beyond(running: Tensor, target: Tensor, p: Tensor) -> Tensor:
+    """Int64 [T]: the first index at which `running`, the running sum of p [T, n], exceeds target [T]; else the last p > 0."""
+    last = torch.where(p > 0, torch.arange(p.shape[-1], device=p.device), 0).amax(dim=-1)
+    return torch.minimum((running <= target[:, None]).sum(dim=-1), last)
