@@ -26,8 +26,8 @@ class Purpose(IntEnum):
 
 def check_seed(seed: int) -> None:
     """Raises UserError unless 0 <= seed < 2**64."""
-    if not 0 <= seed < 2**64:
-        raise UserError(f"seed is {seed}; it must be a whole number from 0 to 2**64 - 1")
+    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise UserError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1")
 
 
 def uniforms(seed: int, canvas: int, step: int, purpose: Purpose, count: int) -> Tensor:
@@ -37,9 +37,9 @@ def uniforms(seed: int, canvas: int, step: int, purpose: Purpose, count: int) ->
 
 
 def tokens(seed: int, canvas: int, step: int, purpose: Purpose, count: int, vocab_size: int) -> Tensor:
-    """Int64 [count], uniform over the vocabulary (up to a bias of vocab_size / 2**32)."""
-    high = _bits(seed, canvas, step, purpose, count) >> np.uint64(32)
-    return torch.from_numpy(((high * np.uint64(vocab_size)) >> np.uint64(32)).astype(np.int64))
+    """Int64 [count], uniform over the vocabulary, but for a bias of at most vocab_size / 2**64."""
+    drawn = _bits(seed, canvas, step, purpose, count) % np.uint64(vocab_size)
+    return torch.from_numpy(drawn.astype(np.int64))
 
 
 def _bits(seed: int, canvas: int, step: int, purpose: Purpose, count: int) -> np.ndarray:
