@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -181,11 +182,11 @@ def test_experts_have_their_own_input_scales():
 # Linear layers
 
 
-def calibrated(config: str, x: Tensor, weight: Tensor) -> torch.nn.Module:
+def calibrated(config: str, x: Tensor, weight: Tensor) -> Any:
     """A layer with this weight as ModelOpt quantizes it after seeing x."""
-    model = torch.nn.Sequential(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(weight)
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.data = weight.clone()
+    model = torch.nn.Sequential(layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return mtq.quantize(model, getattr(mtq, config), lambda model: model(x))[0]
