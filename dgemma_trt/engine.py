@@ -15,7 +15,7 @@ from dgemma_trt.engine_directory import EngineDirectory, is_engine_directory
 from dgemma_trt.errors import UserError
 from dgemma_trt.runtime.diffusion import Committed, End, Event, GenerationParameters, Request, Statistics
 from dgemma_trt.runtime.generation import TextStream, run_requests
-from dgemma_trt.runtime.host import HostSession
+from dgemma_trt.runtime.host import HostSession, WindowRule
 from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits
 from dgemma_trt.sources import find_checkpoint
 from dgemma_trt.text import Message, Text
@@ -44,7 +44,10 @@ class Engine:
 
     def __init__(self, source: Checkpoint | EngineDirectory, limits: Limits, device: str, dtype: torch.dtype) -> None:
         self.source, self.device = source, device
-        self.session = HostSession(source, limits, dtype=dtype, device=device)
+        rule: WindowRule = "reference"
+        if isinstance(source, EngineDirectory) and source.manifest.window_rule == "per-token":
+            rule = "per-token"
+        self.session = HostSession(source, limits, dtype=dtype, device=device, window_rule=rule)
         self.text = Text(source.folder)
 
     @classmethod

@@ -9,46 +9,60 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from dgemma_trt.runtime.diffusion import Committed, Draft, Event
+from dgemma_trt.runtime.diffusion import Committed, Draft, End, Event
+from dgemma_trt.runtime.generation import TextStream
 
 CERTAIN, GUESS = 0.05, 1.0
 """Entropy in nats below which a token counts as certain, and above which it is a mere guess."""
 
+Decode = Callable[[Sequence[int]], str]
 
-def show(events: Iterable[Event], decode: Callable[[Sequence[int]], str], max_steps: int, console: Console) -> None:
-    """Draws the drafts of one request as they come, and leaves its text on the screen.
+
+def show(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
+    """Draws the drafts of one request as they come, leaves its text on the screen, and returns its end.
 
     On a terminal the canvas is redrawn in place; otherwise each denoising step is one line.
     """
-    if console.is_terminal:
-        _show_live(events, decode, max_steps, console)
-    else:
-        _show_lines(events, decode, max_steps, console)
+    return (_show_live if console.is_terminal else _show_lines)(events, decode, max_steps, console)
 
 
-def _show_live(events: Iterable[Event], decode: Callable[[Sequence[int]], str], max_steps: int, console: Console) -> None:
-    done = Text()
-    with Live(console=console, refresh_per_second=20, transient=False) as live:
+def _show_live(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
+    done, stream = Text(), TextStream(decode)
+    end = None
+    with Live(console=console, refresh_per_second=20) as live:
         for event in events:
             if isinstance(event, Draft):
-                canvas = Text()
-                for token, accepted, entropy in _tokens(event):
-                    canvas.append(_printable(decode([token])), style=_style(accepted, entropy))
-                live.update(Panel(Group(done + canvas, Text(_caption(event, max_steps), style="dim")), border_style="dim"))
+                live.update(frame(done, event, decode, max_steps))
             elif isinstance(event, Committed):
-                done.append(decode(event.token_ids))
+                done.append(stream.add(event.token_ids))
+            else:
+                end = event
+                done.append(stream.add([], last=True))
                 live.update(Panel(done, border_style="green"))
+    return end
 
 
-def _show_lines(events: Iterable[Event], decode: Callable[[Sequence[int]], str], max_steps: int, console: Console) -> None:
+def frame(done: Text, draft: Draft, decode: Decode, max_steps: int) -> Panel:
+    """One denoising step: the text so far, the canvas with its settled and unsettled tokens, the figures below."""
+    canvas = Text()
+    for token, accepted, entropy in _tokens(draft):
+        canvas.append(_printable(decode([token])), style=_style(accepted, entropy))
+    return Panel(Group(done + canvas, Text(_caption(draft, max_steps), style="dim")), border_style="dim")
+
+
+def _show_lines(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
+    stream = TextStream(decode)
+    end, text = None, ""
     for event in events:
         if isinstance(event, Draft):
-            canvas = "".join(_printable(decode([token])) if accepted else "·" for token, accepted, _ in _tokens(event)).replace(
-                "\n", "⏎"
-            )
-            console.out(f"{_caption(event, max_steps)}  {canvas}", highlight=False)
+            canvas = "".join(_printable(decode([token])) if accepted else "·" for token, accepted, _ in _tokens(event))
+            console.out(f"{_caption(event, max_steps)}  {canvas}".replace("\n", "⏎"), highlight=False)
         elif isinstance(event, Committed):
-            console.out(decode(event.token_ids), highlight=False)
+            text += stream.add(event.token_ids)
+        else:
+            end = event
+    console.out(text + stream.add([], last=True), highlight=False)
+    return end
 
 
 def _tokens(draft: Draft) -> Iterable[tuple[int, bool, float]]:
@@ -56,10 +70,9 @@ def _tokens(draft: Draft) -> Iterable[tuple[int, bool, float]]:
 
 
 def _caption(draft: Draft, max_steps: int) -> str:
-    accepted = int(draft.accepted.sum())
     return (
-        f"canvas {draft.canvas + 1}, step {draft.step:2d} of at most {max_steps}: {accepted:3d} of {len(draft.token_ids)} "
-        f"tokens settled, mean entropy {draft.mean_entropy:.4f}"
+        f"canvas {draft.canvas + 1}, step {draft.step:2d} of at most {max_steps}: {int(draft.accepted.sum()):3d} of "
+        f"{len(draft.token_ids)} tokens settled, mean entropy {draft.mean_entropy:.4f}"
     )
 
 

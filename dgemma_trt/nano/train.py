@@ -31,7 +31,7 @@ from dgemma_trt.nano.tasks import Example, TrainingSampler
 from dgemma_trt.nano.tokenizer import VOCAB_SIZE, build_tokenizer, save_tokenizer
 
 CANVAS_LENGTH = 32
-BATCH = 40
+BATCH = 28
 NOISE_LEVELS = 2  # canvases at different noise levels for each encoded context
 PEAK_LEARNING_RATE = {"muon": 2e-2, "adamw": 3e-3}
 END_OF_TURN, PAD, BOS = 106, 0, 2
@@ -86,6 +86,9 @@ def new_model() -> DiffusionGemmaForBlockDiffusion:
     for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
         for layer in layers:
             layer.layer_scalar.fill_(0.75 + 0.5 * torch.rand(1, generator=generator).item())
+            # Attention has no score scale of its own: from ones, these would start it saturated.
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.data.fill_(layer.self_attn.head_dim**-0.25)
     return model
 
 
