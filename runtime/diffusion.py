@@ -54,16 +54,17 @@ class GenerationParameters:
         given = {name: value for name, value in wanted.items() if value is not None}
         parameters = cls(**{**vars(config), **given})
         randomness.check_seed(parameters.seed)
-        for name, minimum in (("max_denoising_steps", 1), ("stability_threshold", 0), ("temperature", 0)):
-            if not getattr(parameters, name) >= minimum:
-                raise UserError(f"{name} is {getattr(parameters, name)}; it must be at least {minimum}")
+        for name, lowest in (("max_new_tokens", 1), ("max_denoising_steps", 1), ("stability_threshold", 0)):
+            value = getattr(parameters, name)
+            if value is not None and not (isinstance(value, int) and value >= lowest):
+                raise UserError(f"{name} is {value!r}; it must be a whole number of at least {lowest}")
         for name in ("entropy_bound", "confidence_threshold", "t_min", "t_max"):
             if not getattr(parameters, name) > 0:
                 raise UserError(f"{name} is {getattr(parameters, name)}; it must be above 0")
+        if not parameters.temperature >= 0:
+            raise UserError(f"temperature is {parameters.temperature}; it must be at least 0")
         if parameters.t_min > parameters.t_max:
             raise UserError(f"t_min is {parameters.t_min}, above t_max {parameters.t_max}")
-        if parameters.max_new_tokens is not None and parameters.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {parameters.max_new_tokens}; it must be at least 1")
         return parameters
 
 
@@ -113,7 +114,7 @@ Event = Draft | Committed | End
 
 @dataclass
 class Statistics:
-    """Per canvas: denoising steps, tokens before padding (the end token included), and positions accepted at each step."""
+    """Per canvas: denoising steps, tokens that are not padding (the end token counts), positions accepted at each step."""
 
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -126,18 +127,40 @@ class Statistics:
 
 
 class Phase(Enum):
-    """Where a request stands."""
+    """Where a request stands: prompt chunks that pass alone; canvases; over."""
 
     PREFILL = "prefill"
     DENOISE = "denoise"
     FINISHED = "finished"
 
 
+@dataclass
+class _Canvas:
+    """The state of one canvas; each begins with a new one, so that nothing is left over from the last.
+
+    ids: int64 [T]. soft_embeddings: [T, hidden] of the previous step. step: the one to run next, from 1.
+    """
+
+    index: int
+    start: int
+    ids: Tensor
+    stopping: sampler.Stopping
+    soft_embeddings: Tensor | None = None
+    step: int = 1
+
+
 class Request:
     """A prompt being answered. Alternate `next_rows` and `take` until `phase` is FINISHED."""
 
-    def __init__(self, prompt: list[int], parameters: GenerationParameters, limits: Limits, vocab_size: int) -> None:
-        """Checks the prompt.
+    def __init__(
+        self,
+        prompt: list[int],
+        parameters: GenerationParameters,
+        limits: Limits,
+        vocab_size: int,
+        pad_token_id: int | None = None,
+    ) -> None:
+        """Checks the prompt. pad_token_id: not counted in the statistics.
 
         Raises:
             UserError: an empty prompt, one that leaves no room for an answer, or a token id outside the vocabulary.
@@ -154,86 +177,93 @@ class Request:
         self.parameters = parameters
         self.statistics = Statistics()
         self.phase = Phase.PREFILL
-        self._limits, self._vocab_size = limits, vocab_size
+        self._limits, self._vocab_size, self._pad_token_id = limits, vocab_size, pad_token_id
         self._uncached, self._cached = torch.tensor(prompt), 0
         self._emitted = 0
-        self._canvas_index = -1
-        self._canvas: Tensor | None = None
-        self._soft_embeddings: Tensor | None = None
+        self._end_prefill_before_last_chunk()
 
     def next_rows(self, slot: int) -> tuple[ContextRows | None, CanvasRows | None]:
-        """What this request contributes to the next pass, in cache slot `slot`."""
-        context = None
-        if len(self._uncached):
-            # Prompt chunks end on a fixed grid, so that a token's keys never depend on how a prompt was cut.
-            count = len(self._uncached)
-            if self.phase is Phase.PREFILL:
-                count = min(count, self._limits.prefill_chunk - self._cached % self._limits.prefill_chunk)
-            context = ContextRows(slot, self._cached, self._uncached[:count])
-            self._uncached, self._cached = self._uncached[count:], self._cached + count
-        if len(self._uncached):
-            return context, None
-        if self._canvas is None:
-            self.phase = Phase.DENOISE
-            self._start_canvas()
-        return context, self._canvas_rows(slot)
+        """What this request contributes to the next pass, in cache slot `slot`; the same until `take`."""
+        chunk = self._chunk()
+        context = ContextRows(slot, self._cached, chunk) if len(chunk) else None
+        return context, self._canvas_rows(slot) if self.phase is Phase.DENOISE else None
 
     def take(self, result: CanvasResult | None) -> list[Event]:
         """Takes in the result of the pass (None if it had no canvas rows of this request)."""
+        count = len(self._chunk())
+        self._uncached, self._cached = self._uncached[count:], self._cached + count
         if result is None:
+            self._end_prefill_before_last_chunk()
             return []
+        return self._denoise(self._canvas, result)
+
+    def _chunk(self) -> Tensor:
+        """The ids that enter the cache with the next pass. Prompt chunks end on a fixed grid, and a canvas stays whole: a
+        token's keys, which depend in their last bits on the rows computed together, are the same whoever cuts."""
+        if self.phase is Phase.PREFILL:
+            return self._uncached[: self._to_grid()]
+        return self._uncached
+
+    def _to_grid(self) -> int:
+        return self._limits.prefill_chunk - self._cached % self._limits.prefill_chunk
+
+    def _end_prefill_before_last_chunk(self) -> None:
+        if len(self._uncached) <= self._to_grid():
+            self.phase = Phase.DENOISE
+            self._start_canvas(0)
+
+    def _start_canvas(self, index: int) -> None:
+        start = self._cached + len(self._uncached)
+        length = min(self._limits.canvas_length, self._limits.max_context - start)
+        ids = self._noise(Purpose.INITIAL_CANVAS, index, 0, length)
+        stopping = sampler.Stopping(self.parameters.stability_threshold, self.parameters.confidence_threshold)
+        self._canvas = _Canvas(index, start, ids, stopping)
+        self.statistics.accepted.append([])
+
+    def _noise(self, purpose: Purpose, canvas: int, step: int, length: int) -> Tensor:
+        return randomness.tokens(self.parameters.seed, canvas, step, purpose, length, self._vocab_size)
+
+    def _canvas_rows(self, slot: int) -> CanvasRows:
+        canvas, chosen, steps = self._canvas, self.parameters, self.parameters.max_denoising_steps
+        scale = chosen.temperature or 1.0
+        temperature = sampler.schedule_temperature(steps - canvas.step + 1, steps, chosen.t_min * scale, chosen.t_max * scale)
+        uniform = randomness.uniforms(chosen.seed, canvas.index, canvas.step, Purpose.SAMPLE, len(canvas.ids))
+        return CanvasRows(slot, canvas.start, canvas.ids, canvas.soft_embeddings, temperature, uniform)
+
+    def _denoise(self, canvas: _Canvas, result: CanvasResult) -> list[Event]:
         for name in ("entropy", "best_logprob"):
             if not bool(getattr(result, name).isfinite().all()):
                 self.phase = Phase.FINISHED
-                where = f"canvas {self._canvas_index + 1}, step {self._step}"
+                where = f"canvas {canvas.index + 1}, step {canvas.step}"
                 return [End("error", f"{name} is not finite in {where}; the engine or its weights are damaged")]
         best, entropy = result.best_ids.cpu(), result.entropy.cpu()
         accepted = sampler.accept(entropy, self.parameters.entropy_bound)
         self.statistics.accepted[-1].append(int(accepted.sum()))
-        draft = Draft(self._canvas_index, self._step, best.tolist(), accepted, entropy)
-        stopped = self._stopping.update(best, entropy)
-        if stopped or self._step == self.parameters.max_denoising_steps:
-            return [draft, *self._finish_canvas(best, stopped)]
+        draft = Draft(canvas.index, canvas.step, best.tolist(), accepted, entropy)
+        stopped = canvas.stopping.update(best, entropy)
+        if stopped or canvas.step == self.parameters.max_denoising_steps:
+            return [draft, *self._finish_canvas(canvas, best, stopped)]
         chosen = best if self.parameters.temperature == 0 else result.sampled_ids.cpu()
-        self._canvas = torch.where(accepted, chosen, self._noise(Purpose.RENOISE, self._step))
-        self._soft_embeddings = result.soft_embeddings
-        self._step += 1
+        canvas.ids = torch.where(accepted, chosen, self._noise(Purpose.RENOISE, canvas.index, canvas.step, len(best)))
+        canvas.soft_embeddings = result.soft_embeddings
+        canvas.step += 1
         return [draft]
 
-    def _start_canvas(self) -> None:
-        self._canvas_index += 1
-        self._length = min(self._limits.canvas_length, self._limits.max_context - self._cached)
-        self._step = 1
-        self._canvas = self._noise(Purpose.INITIAL_CANVAS, 0)
-        self._soft_embeddings = None
-        self._stopping = sampler.Stopping(self.parameters.stability_threshold, self.parameters.confidence_threshold)
-        self.statistics.accepted.append([])
-
-    def _noise(self, purpose: Purpose, step: int) -> Tensor:
-        seed = self.parameters.seed
-        return randomness.tokens(seed, self._canvas_index, step, purpose, self._length, self._vocab_size)
-
-    def _canvas_rows(self, slot: int) -> CanvasRows:
-        assert self._canvas is not None
-        chosen, steps = self.parameters, self.parameters.max_denoising_steps
-        scale = chosen.temperature or 1.0
-        temperature = sampler.schedule_temperature(steps - self._step + 1, steps, chosen.t_min * scale, chosen.t_max * scale)
-        uniform = randomness.uniforms(chosen.seed, self._canvas_index, self._step, Purpose.SAMPLE, self._length)
-        return CanvasRows(slot, self._cached, self._canvas, self._soft_embeddings, temperature, uniform)
-
-    def _finish_canvas(self, best: Tensor, converged: bool) -> list[Event]:
+    def _finish_canvas(self, canvas: _Canvas, best: Tensor, converged: bool) -> list[Event]:
         tokens, ended = sampler.before_end(best.tolist(), self.parameters.end_token_ids)
-        self.statistics.steps.append(self._step)
-        self.statistics.tokens.append(len(tokens) + ended)
-        if self.parameters.max_new_tokens is not None:
-            left = self.parameters.max_new_tokens - self._emitted
+        self.statistics.steps.append(canvas.step)
+        self.statistics.tokens.append(sum(token != self._pad_token_id for token in tokens) + ended)
+        limit = self.parameters.max_new_tokens
+        if limit is not None:
+            left = limit - self._emitted
             ended = ended and len(tokens) < left
             tokens = tokens[:left]
         self._emitted += len(tokens)
-        committed = Committed(self._canvas_index, tokens, self._step, converged)
-        full = self._cached + self._length >= self._limits.max_context
-        if ended or full or self._emitted == self.parameters.max_new_tokens:
+        committed = Committed(canvas.index, tokens, canvas.step, converged)
+        full = canvas.start + len(best) >= self._limits.max_context
+        if ended or full or self._emitted == limit:
             self.phase = Phase.FINISHED
             return [committed, End("stop" if ended else "length")]
-        self._uncached, self._canvas = best, None
+        self._uncached = best
+        self._start_canvas(canvas.index + 1)
         return [committed]
