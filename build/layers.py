@@ -68,6 +68,12 @@ class TensorSpec:
         return tuple(d if isinstance(d, int) else d.maximum for d in self.dimensions)
 
 
+def _shape(stored: Tensor) -> tuple[int, ...]:
+    """Logical shape: fp4 has two elements a byte."""
+    *leading, last = stored.shape or (1,)
+    return (*leading, 2 * last) if stored.dtype == torch.uint8 else tuple(stored.shape)
+
+
 class Log:
     """What TensorRT said while a network was made and compiled."""
 
@@ -135,6 +141,10 @@ class Layers:
         self.inputs.append(spec)
         return node
 
+    def weight_input(self, name: str, value: Tensor) -> Node:
+        """A network input with the type and shape of `value`."""
+        return self.input(TensorSpec(name, TORCH_DTYPES[value.dtype], _shape(value)))
+
     def output(self, spec: TensorSpec, node: Node) -> None:
         """Makes `node` a network output, once all layers are there."""
         if node.dtype != getattr(self.trt, spec.dtype):
@@ -151,9 +161,7 @@ class Layers:
         """The constant `name`; made once, `value` must be the same each time. uint8 [..., n / 2] becomes fp4 [..., n]."""
         if name not in self._constant_nodes:
             value = value.detach().cpu().contiguous()
-            shape = tuple(value.shape)
-            if value.dtype == torch.uint8:
-                shape = (*shape[:-1], 2 * shape[-1])
+            shape = _shape(value)
             weights = self.trt.Weights(getattr(self.trt, TORCH_DTYPES[value.dtype]), value.data_ptr(), prod(shape))
             layer = self.network.add_constant(shape, weights)
             node = self._output("constant", layer)
@@ -183,15 +191,18 @@ class Layers:
         return self.concatenate(parts, 0)
 
     def reshape(self, x: Node, dimensions: Sequence[int | Node], before: Sequence[int] = (), after: Sequence[int] = ()) -> Node:
-        """x transposed by `before`, reshaped, transposed by `after`; a dimension may be a shape tensor or, once, -1."""
+        """x transposed by `before`, reshaped, transposed by `after`.
+
+        A dimension may be -1, once: what is left. Either some are shape tensors, or 0 stands for the length at that place in x.
+        """
         layer = self.network.add_shuffle(x)
-        layer.zero_is_placeholder = False
         if before:
             layer.first_transpose = before
         if all(isinstance(d, int) for d in dimensions):
             layer.reshape_dims = dimensions
         else:
             layer.set_input(1, self._dimensions(dimensions))
+            layer.zero_is_placeholder = False
         if after:
             layer.second_transpose = after
         return self._output("shuffle", layer)

@@ -172,17 +172,21 @@ class _TensorRTOps:
 
     def rms_norm(self, x: Node, name: str | None, head_dim: int | None = None) -> Node:
         with self._layers.scope(name or "norm_without_weight"):
-            weight = None if name is None else self._layers.constant(name, self.matmuls.small(name).reshape(1, -1))
+            weight = (
+                None
+                if name is None
+                else self._layers.constant(name, self.matmuls.small(name).reshape(*([1] * (1 if head_dim is None else 2)), -1))
+            )
             if head_dim is None:
                 return self._layers.cast(self._norm(x, weight), "bfloat16")
-            heads = self._layers.reshape(x, [-1, head_dim])
-            return self._layers.reshape(self._layers.cast(self._norm(heads, weight), "bfloat16"), [-1, x.shape[1]])
+            heads = self._layers.reshape(x, [0, x.shape[1] // head_dim, head_dim])
+            return self._layers.reshape(self._layers.cast(self._norm(heads, weight), "bfloat16"), [0, x.shape[1]])
 
     def _norm(self, x: Node, weight: Node | None) -> Node:
-        """x [rows, width] in float32 without its root mean square, times weight [1, width]."""
+        """x [..., width] in float32 without its root mean square, times weight [..., width]."""
         layers = self._layers
         x = layers.cast(x, "float32")
-        mean = layers.reduce("AVG", layers.elementwise("PROD", x, x), 1)
+        mean = layers.reduce("AVG", layers.elementwise("PROD", x, x), -1)
         root = layers.unary("SQRT", layers.elementwise("SUM", mean, self._config.rms_norm_eps))
         x = layers.elementwise("PROD", x, layers.unary("RECIP", root))
         return x if weight is None else layers.elementwise("PROD", x, weight)
@@ -195,9 +199,9 @@ class _TensorRTOps:
 
     def rotary(self, x: Node, layer: LayerConfig) -> Node:
         with self._layers.scope(f"{layer.name}.rotary"):
-            heads = self._layers.reshape(x, [-1, x.shape[1] // layer.head_dim, 1, layer.head_dim])
+            heads = self._layers.reshape(x, [0, x.shape[1] // layer.head_dim, 1, layer.head_dim])
             rotated = self._layers.rotary(self._layers.cast(heads, "float32"), *self._rotation(layer))
-            return self._layers.reshape(self._layers.cast(rotated, "bfloat16"), [-1, x.shape[1]])
+            return self._layers.reshape(self._layers.cast(rotated, "bfloat16"), [0, x.shape[1]])
 
     def _rotation(self, layer: LayerConfig) -> tuple[Node, Node]:
         """cos and sin of every row's angles, float32 [rows, 1, head_dim / 2]; elements that pass unrotated have angle 0."""
