@@ -60,7 +60,7 @@ def _reasons(errors: list[str]) -> str:
 
 
 class _Build:
-    """State of one build, shared with TensorRT's callbacks, which must not raise: what goes wrong is kept and stops the build."""
+    """State of one build, shared with TensorRT's callbacks. They must not raise: what goes wrong is kept and stops it."""
 
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         self._progress = progress
