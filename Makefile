@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo engine test test-long lint wheel-test clean FORCE
+.PHONY: help setup demo engine test test-long lint wheel-test clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 MODEL ?= nano
@@ -27,39 +27,23 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 # --- engines ---------------------------------------------------------------------------------------------------------
-# engines/<model>-<quant>-<target>. A folder gives its own name to the engine, a Hugging Face id owner--name.
-# What is there and newer than its sources is kept. Our code counts as a source of the nano checkpoint's engines only: a
-# large model takes long.
+# engines/<model>-<quant>-<target>, where a folder or a Hugging Face id gives its last part as the model's name. What is there
+# is kept; `make -B engine` makes it anew.
 comma := ,
-MODEL_NAME := $(shell if [ -d '$(MODEL)' ]; then basename "$$(cd '$(MODEL)' && pwd)"; else echo '$(MODEL)' | sed 's|//*$$||; s|//*|--|g'; fi)
-MODEL_SEEN := checkpoints/.models/$(MODEL_NAME)
-QUANTIZED := checkpoints/$(MODEL_NAME)-$(QUANT)
-CHECKPOINT := $(if $(filter bf16,$(QUANT)),$(MODEL),$(QUANTIZED))
-ENGINE := engines/$(MODEL_NAME)-$(QUANT)-$(subst $(comma),-,$(TARGET))
-
-ifeq ($(MODEL),nano)
-MODEL_FILES := $(MODEL_SEEN) $(wildcard dgemma_trt/nano/checkpoint/*)
-QUANTIZE_CODE := $(wildcard dgemma_trt/*.py dgemma_trt/cli/*.py quantize/*.py runtime/*.py)
-BUILD_CODE := $(wildcard dgemma_trt/*.py dgemma_trt/cli/*.py build/*.py)
-else
-MODEL_FILES := $(MODEL_SEEN) $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors)
-endif
+NAME := $(notdir $(MODEL:%/=%))-$(QUANT)
+CHECKPOINT := $(if $(filter bf16,$(QUANT)),$(MODEL),checkpoints/$(NAME))
+ENGINE := engines/$(NAME)-$(subst $(comma),-,$(TARGET))
+NANO := $(if $(filter nano,$(MODEL)),$(wildcard dgemma_trt/nano/checkpoint/*))
 
 engine: $(ENGINE)/manifest.json ## quantize and build: MODEL=nano|FOLDER|HF-ID QUANT=nvfp4|fp8|bf16 TARGET=sm120[,sm89]
 	@echo 'The engine is in $(ENGINE).'
 
-# Which model the name stands for: two folders can have the same.
-$(MODEL_SEEN): FORCE
-	@mkdir -p checkpoints/.models
-	@realpath -ms '$(MODEL)' | cmp --quiet - '$@' || realpath -ms '$(MODEL)' > '$@'
-
-$(QUANTIZED)/config.json: $(MODEL_FILES) $(QUANTIZE_CODE) | $(INSTALLED)
-	$(BIN)/dgemma-trt quantize '$(MODEL)' --quant '$(QUANT)' --out '$(QUANTIZED)' --force
+checkpoints/$(NAME)/config.json: $(NANO) | $(INSTALLED)
+	$(BIN)/dgemma-trt quantize '$(MODEL)' --quant '$(QUANT)' --out 'checkpoints/$(NAME)' --force
 	@touch '$@'
 
-$(ENGINE)/manifest.json: $(if $(filter bf16,$(QUANT)),$(MODEL_FILES),$(QUANTIZED)/config.json) $(BUILD_CODE) | $(INSTALLED)
+$(ENGINE)/manifest.json: $(if $(filter bf16,$(QUANT)),$(NANO),checkpoints/$(NAME)/config.json) | $(INSTALLED)
 	$(BIN)/dgemma-trt build '$(CHECKPOINT)' --target '$(TARGET)' --out '$(ENGINE)' --force
-	@touch '$@'
 
 demo: ## build the nano checkpoint's NVFP4 engine and ask it a question
 	@$(MAKE) --no-print-directory engine MODEL=nano QUANT=nvfp4 TARGET=sm120

@@ -1,0 +1,185 @@
+"""The command line: what it prints, its exit codes, and that bad input leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from dgemma_trt.cli import main
+from dgemma_trt.engine import Engine
+
+FEW_STEPS = ["--max-denoising-steps", "2", "--max-new-tokens", "8"]
+
+
+def invoke(*arguments: str | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+
+def assert_one_clear_line(result: Result, *named: str) -> None:
+    assert result.exit_code == 1, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.output
+    for text in named:
+        assert text in lines[0]
+
+
+@pytest.fixture
+def damaged(untrained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(untrained, tmp_path / "damaged"))
+
+
+def test_run_prints_an_answer_and_says_where_it_ran(engine_folder: Path) -> None:
+    result = invoke("run", "--engine", engine_folder, "--prompt", "Hello", *FEW_STEPS)
+    assert result.exit_code == 0, result.output
+    assert "host session" in result.stderr
+    assert result.stdout.endswith("\n")
+
+
+def test_json_gives_one_object_a_line_and_repeats_with_the_seed(engine_folder: Path) -> None:
+    arguments = ["run", "--engine", engine_folder, "--json", *FEW_STEPS, "--prompt", "One", "--prompt", "Two"]
+    first, again, other = (invoke(*arguments, "--seed", seed) for seed in ("3", "3", "4"))
+    answers = [json.loads(line) for line in first.stdout.splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["One", "Two"]
+    assert all(len(answer["token_ids"]) <= 8 for answer in answers)
+    assert first.stdout == again.stdout != other.stdout
+
+
+def test_the_prompt_may_come_from_standard_input(engine_folder: Path) -> None:
+    piped = invoke("run", "--engine", engine_folder, "--json", *FEW_STEPS, stdin="Hello")
+    given = invoke("run", "--engine", engine_folder, "--json", *FEW_STEPS, "--prompt", "Hello")
+    assert piped.stdout == given.stdout
+
+
+def test_watch_without_a_terminal_prints_a_line_a_step(engine_folder: Path) -> None:
+    result = invoke("run", "--engine", engine_folder, "--prompt", "Hello", "--watch", *FEW_STEPS)
+    assert result.exit_code == 0, result.output
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[:2]] == [
+        "canvas 1, step  1 of at most 2",
+        "canvas 1, step  2 of at most 2",
+    ]
+    assert "\x1b" not in result.stdout
+
+
+def test_a_checkpoint_folder_runs_like_its_engine(untrained: Path, engine_folder: Path) -> None:
+    parameters = {"max_new_tokens": 40, "max_denoising_steps": 3, "seed": 5}
+    from_checkpoint = Engine.open(untrained, "cpu").generate(["Hello"], **parameters)
+    from_engine = Engine.open(engine_folder, "cpu").generate(["Hello"], **parameters)
+    assert from_checkpoint[0].token_ids == from_engine[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run"],
+        ["run", "--engine", "x", "--max-new-tokens", "0", "--prompt", "x"],
+        ["run", "--engine", "x", "--watch", "--json", "--prompt", "x"],
+        ["quantize", "nano", "--quant", "int3", "--out", "x"],
+        ["build", "nano"],
+        ["paint"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    assert invoke(*arguments).exit_code == 2
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys; from dgemma_trt.cli import main; main(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", ["run", "build", "quantize"])
+def test_a_folder_that_does_not_exist(command: str, tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    arguments: list[str | Path] = {
+        "run": ["run", "--engine", absent, "--prompt", "x"],
+        "build": ["build", absent, "--target", "sm120", "--out", tmp_path / "out"],
+        "quantize": ["quantize", absent, "--quant", "fp8", "--out", tmp_path / "out"],
+    }[command]
+    assert_one_clear_line(invoke(*arguments), "absent", "no such folder")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_without_config_json(damaged: Path) -> None:
+    (damaged / "config.json").unlink()
+    assert_one_clear_line(invoke("run", "--engine", damaged, "--prompt", "x"), "config.json", "no such file")
+
+
+def test_another_model_type(damaged: Path, tmp_path: Path) -> None:
+    config = json.loads((damaged / "config.json").read_text()) | {"model_type": "llama"}
+    (damaged / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    assert_one_clear_line(invoke("build", damaged, "--target", "sm120", "--out", out), "model_type", "'llama'")
+    assert os.listdir(tmp_path) == ["damaged"]
+
+
+def test_a_truncated_file(damaged: Path, tmp_path: Path) -> None:
+    path = damaged / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    result = invoke("build", damaged, "--target", "sm120", "--out", tmp_path / "out")
+    assert_one_clear_line(result, "model.safetensors", "truncated")
+    assert os.listdir(tmp_path) == ["damaged"]
+
+
+def test_a_missing_tensor(damaged: Path) -> None:
+    tensors = load_file(damaged / "model.safetensors")
+    del tensors["model.decoder.layers.3.router.scale"]
+    save_file(tensors, damaged / "model.safetensors")
+    assert_one_clear_line(invoke("run", "--engine", damaged, "--prompt", "x"), "layers.3.router.scale")
+
+
+@pytest.mark.parametrize("name", ["sm120.engine", "weights/layers.0.safetensors", "tokenizer.json"])
+def test_an_engine_directory_with_a_changed_file(name: str, engine_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(engine_folder, tmp_path / "engine"))
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), name, "changed")
+    (folder / name).write_bytes(content[:-1])
+    assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), name, "bytes")
+    (folder / name).unlink()
+    assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), name, "missing")
+
+
+def test_a_prompt_longer_than_the_limit(engine_folder: Path) -> None:
+    assert_one_clear_line(invoke("run", "--engine", engine_folder, "--prompt", "x" * 200), "128", "--max-context")
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt(prompt: str, engine_folder: Path) -> None:
+    assert_one_clear_line(invoke("run", "--engine", engine_folder, "--prompt", prompt), "empty")
+
+
+def test_a_target_that_does_not_exist(untrained: Path, tmp_path: Path) -> None:
+    result = invoke("build", untrained, "--target", "sm120,sm999", "--out", tmp_path / "out")
+    assert_one_clear_line(result, "sm999", "sm120")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_output_folder_that_cannot_be_written(untrained: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = invoke("build", untrained, "--target", "sm120", "--out", tmp_path / "file" / "out")
+    assert_one_clear_line(result, "cannot be written")
+
+
+def test_an_output_folder_that_exists_is_kept(untrained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("mine")
+    assert_one_clear_line(invoke("build", untrained, "--target", "sm120", "--out", out), "exists already")
+    assert_one_clear_line(invoke("build", untrained, "--target", "sm120", "--out", out, "--force"), "not replaced")
+    assert (out / "precious").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_context_beyond_the_models_positions(untrained: Path, tmp_path: Path) -> None:
+    result = invoke("build", untrained, "--target", "sm120", "--out", tmp_path / "out", "--max-context", "5000")
+    assert_one_clear_line(result, "5000", "4096")
