@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dgemma_trt.build.oracle_formats import DTYPES, is_float, pack_fp4, unpack_fp4
-from dgemma_trt.build.oracle_layers import LAYERS
+from dgemma_trt.build.oracle_layers import LAYERS, TAKES_CODES
 
 
 class OracleError(RuntimeError):
@@ -98,6 +98,8 @@ def _step(layer: Any, index: int, trt: Any) -> _Step:
     layer.__class__ = getattr(trt, LAYERS[kind].interface)
     inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
     outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+    if kind not in TAKES_CODES and any(tensor is not None and tensor.dtype.name in ("FP8", "FP4") for tensor in inputs):
+        raise OracleError(f"layer {index}, {layer.name!r} ({kind}), has an FP8 or FP4 input: dequantize it")
     return _Step(index, kind, layer, inputs, outputs, getattr(layer, "conditional", None))
 
 

@@ -60,9 +60,9 @@ def to_fp4(x: Tensor) -> Tensor:
 def from_fp4(codes: Tensor) -> Tensor:
     """E2M1 codes, one a byte, to float32."""
     values, table = torch.empty(codes.shape, device=codes.device), _E2M1.to(codes.device)
-    # In pieces, because indexing needs wider integers than the codes are.
+    # In pieces: an index takes wider integers than the codes are.
     for out, piece in zip(values.view(-1).split(_PIECE), codes.reshape(-1).split(_PIECE), strict=True):
-        out.copy_(table[piece.int()])
+        torch.index_select(table, 0, piece.int(), out=out)
     return values
 
 

@@ -65,3 +65,9 @@ LAYERS = {
     "UNSQUEEZE": LayerKind("IUnsqueezeLayer", shapes.unsqueeze),
 }
 """By name of the trt.LayerType: `tensorrt` and `tensorrt_rtx` have the same."""
+
+TAKES_CODES = {
+    *("CONCATENATION", "CONDITIONAL_INPUT", "CONDITIONAL_OUTPUT", "DEQUANTIZE", "GATHER", "IDENTITY"),
+    *("SELECT", "SHAPE", "SHUFFLE", "SLICE", "SQUEEZE", "UNSQUEEZE"),
+}
+"""Layers that may see FP8 and FP4 tensors: they move codes or decode them. For any other, codes are no numbers."""

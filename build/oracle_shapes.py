@@ -46,10 +46,9 @@ def identity(layer: Any, x: Tensor) -> Tensor:
 
 def cast(layer: Any, x: Tensor) -> Tensor:
     """ICastLayer: to integers toward zero, to bool by comparing with 0. FP8 and FP4 are not for it."""
-    target = DTYPES[layer.to_type.name]
-    if "FP" in layer.to_type.name or x.dtype == torch.float8_e4m3fn:
-        raise ValueError("casts neither from nor to FP8 or FP4: quantize or dequantize")
-    return x.to(target)
+    if layer.to_type.name in ("FP8", "FP4"):
+        raise ValueError(f"casts to {layer.to_type.name}: quantize instead")
+    return x.to(DTYPES[layer.to_type.name])
 
 
 def shape_of(layer: Any, x: Tensor) -> Tensor:
@@ -182,7 +181,8 @@ def gather(layer: Any, x: Tensor, indices: Tensor) -> Tensor:
     shape = (*x.shape[:axis], *indices.shape[batch:], *x.shape[axis + 1 :])
     if not batch:
         return _take(x, axis, indices.reshape(-1)).reshape(shape)
-    flat = within(indices, x.shape[axis]).reshape(len(indices), *[1] * (axis - 1), -1, *[1] * (x.ndim - axis - 1))
+    count = math.prod(indices.shape[1:])
+    flat = within(indices, x.shape[axis]).reshape(len(indices), *[1] * (axis - 1), count, *[1] * (x.ndim - axis - 1))
     return torch.take_along_dim(_bytes(x), flat, axis).view(x.dtype).reshape(shape)
 
 

@@ -169,7 +169,7 @@ def test_cast():
     assert got[2][3] == 1  # a tie, to even
     close(got[3], net.inputs["x0"])
     net = Net()
-    with pytest.raises(OracleError, match="quantize"):
+    with pytest.raises(OracleError, match="quantize instead"):
         net.run(net.add_cast(net.input(torch.ones(2)), trt.fp8))
 
 
@@ -201,10 +201,10 @@ def test_shuffle_by_an_input():
 def test_shuffle_of_nothing():
     net = Net()
     x = net.input(torch.zeros(1, 0, 2, 4), (1, -1, 2, 4))
-    kept = shuffled(net, x, reshape_dims=(0, 0, -1))
+    kept = shuffled(net, x, reshape_dims=(0, 0, -1), second_transpose=(1, 2, 0))
     emptied = shuffled(net, x, reshape_dims=(0, 4), zero_is_placeholder=False)
     got = net.run(kept, emptied)
-    assert [g.shape for g in got] == [(1, 0, 8), (0, 4)]
+    assert [g.shape for g in got] == [(0, 8, 1), (0, 4)]
     net = Net()
     unclear = shuffled(net, net.input(torch.zeros(2, 0), (-1, -1)), reshape_dims=(0, 0, -1))
     net.run(unclear)
@@ -584,6 +584,11 @@ def test_gather_with_an_elementwise_dimension():
     layer = net.add_gather(net.input(values), net.input(torch.tensor([[3, 0], [1, 1]], dtype=torch.int32)), 1)
     layer.num_elementwise_dims = 1
     close(net.run(layer), np.stack([values[0].numpy()[[3, 0]], values[1].numpy()[[1, 1]]]))
+    net = Net()
+    indices = net.input(torch.zeros(0, 2, dtype=torch.int32), (-1, 2))
+    layer = net.add_gather(net.input(values[:0], (-1, 4, 3)), indices, 1)
+    layer.num_elementwise_dims = 1
+    assert net.run(layer).shape == (0, 2, 3)
 
 
 def test_gather_elements():
@@ -950,10 +955,13 @@ def test_dynamic_quantize_saturates_scales_and_keeps_nan_to_its_block():
 # --- if-conditionals, order and memory --------------------------------------------------------------------------------
 
 
-def test_conditional_runs_one_branch():
+@pytest.mark.parametrize("condition_comes", ["first", "last"])
+def test_conditional_runs_one_branch(condition_comes):
     net, values = Net(), normal(3)
     conditional = net.add_if_conditional()
-    conditional.set_condition(net.input(torch.tensor(True), (), name="condition"))
+    condition = net.input(torch.tensor(True), name="condition")
+    if condition_comes == "first":
+        conditional.set_condition(condition)
     x = conditional.add_input(net.input(values, name="x")).get_output(0)
     guard = conditional.add_input(net.input(torch.tensor([5], dtype=torch.int32), name="i")).get_output(0)
     unsafe = net.add_gather(x, guard, 0)  # out of range
@@ -961,6 +969,8 @@ def test_conditional_runs_one_branch():
     safe = net.add_unary(x, trt.UnaryOperation.NEG)
     first = conditional.add_output(safe.get_output(0), spread.get_output(0))
     second = conditional.add_output(x, safe.get_output(0))
+    if condition_comes == "last":
+        conditional.set_condition(condition)
     got = net.run(first, second)
     close(got[0], -values.numpy())
     close(got[1], values.numpy())
@@ -1015,6 +1025,14 @@ def test_unknown_layer_is_named():
     layer.name = "some layer"
     with pytest.raises(OracleError, match="'some layer', is of type LRN"):
         net.run(layer)
+
+
+def test_codes_are_no_numbers():
+    for value in (torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(2, 32, dtype=torch.float8_e4m3fn)):
+        net = Net()
+        layer = net.add_reduce(net.input(value), trt.ReduceOperation.MAX, 1, True)
+        with pytest.raises(OracleError, match="dequantize"):
+            net.run(layer)
 
 
 @pytest.mark.parametrize(
