@@ -31,4 +31,4 @@ def dense_experts(layers: Layers, matmuls: Matmuls, x: Node, routing: Routing, n
         chosen = layers.elementwise("GREATER", layers.reduce("SUM", one_hot, 1, keep=False), 0.5)
         weights, chosen = (layers.unsqueeze(layers.transpose(each, (1, 0)), [2]) for each in (weights, chosen))
         weighted = layers.select(chosen, layers.elementwise("PROD", out, weights), 0.0)
-        return layers.cast(layers.reduce("SUM", weighted, 0, keep=False), "bfloat16")
+        return layers.rounded(layers.reduce("SUM", weighted, 0, keep=False))

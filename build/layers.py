@@ -100,12 +100,13 @@ def _logger(trt: Any, log: Log) -> Any:
 class Layers:
     """Adds layers to a strongly typed network; every layer is named `scope/kind.number`, constants by `constant`.
 
-    `constants` holds the tensor behind each constant, by the constant layer's name: TensorRT reads that memory until the build
-    ends, and gives nothing of bf16, FP8 and FP4 back.
+    dtype: the type of hidden states. `constants` holds the tensor behind each constant, by the constant layer's name: TensorRT
+    reads that memory until the build ends, and gives nothing of bf16, FP8 and FP4 back.
     """
 
-    def __init__(self, trt: Any, network: Any, log: Log) -> None:
+    def __init__(self, trt: Any, network: Any, log: Log, dtype: str) -> None:
         self.trt: Any = trt
+        self.dtype = dtype
         self.network, self.log = network, log
         self.constants: dict[str, Tensor] = {}
         self.inputs: list[TensorSpec] = []
@@ -171,9 +172,12 @@ class Layers:
 
     def number(self, value: float, like: Node) -> Node:
         """A constant of one element with the type and rank of `like`, to be used with it in elementwise layers."""
-        dtype = next(t for t, name in TORCH_DTYPES.items() if getattr(self.trt, name) == like.dtype)
+        dtype = self._torch_dtype(like)
         rank = len(like.shape)
         return self.constant(f"{value}:{TORCH_DTYPES[dtype]}:{rank}", torch.full((1,) * rank, value, dtype=dtype))
+
+    def _torch_dtype(self, x: Node) -> torch.dtype:
+        return next(dtype for dtype, name in TORCH_DTYPES.items() if getattr(self.trt, name) == x.dtype)
 
     def scalar(self, value: float) -> Node:
         """A float32 constant without dimensions, as scales are given."""
@@ -232,7 +236,7 @@ class Layers:
                 layer.set_input(index, self._dimensions(given))
         if fill is not None:
             layer.mode = self.trt.SampleMode.FILL
-            dtype = {self.trt.int32: torch.int32, self.trt.bfloat16: torch.bfloat16}.get(x.dtype, torch.float32)
+            dtype = self._torch_dtype(x)
             layer.set_input(4, self.constant(f"{fill}:{TORCH_DTYPES[dtype]}:0", torch.tensor(fill, dtype=dtype)))
         return self._output("slice", layer)
 
@@ -256,6 +260,10 @@ class Layers:
         """x in another type."""
         wanted = getattr(self.trt, dtype)
         return x if x.dtype == wanted else self._output("cast", self.network.add_cast(x, wanted))
+
+    def rounded(self, x: Node) -> Node:
+        """x in the type of hidden states."""
+        return self.cast(x, self.dtype)
 
     def elementwise(self, operation: str, x: Node, y: Node | float) -> Node:
         """x `operation` y (a name of trt.ElementWiseOperation), broadcast over dimensions of one."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from dgemma_trt import formats
@@ -47,9 +46,9 @@ class Matmuls:
                 small = replace(small, weight_scale=stored.weight_scale.to("meta"))
             self._linears[name] = small
 
-    def small(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A small plain tensor, for a constant."""
-        return self._weights.tensor(name).to(dtype)
+    def small(self, name: str) -> Tensor:
+        """A small plain tensor in float32, for a constant."""
+        return self._weights.tensor(name).float()
 
     def large(self, name: str) -> Node:
         """A large tensor, as stored."""
@@ -65,12 +64,12 @@ class Matmuls:
         with layers.scope(name):
             match stored.precision:
                 case Precision.BF16:
-                    return layers.matmul(x, layers.cast(weight, "bfloat16"), transpose=True)
+                    return layers.matmul(x, layers.rounded(weight), transpose=True)
                 case Precision.NVFP4_WEIGHTS:
                     # There is no matmul of bf16 by FP4: the weight is unpacked first, whatever its scales look like.
                     scale = layers.constant(f"{name}.weight_scale_2", _present(stored.weight_scale_2))
                     weight = self._unpack_nvfp4(weight, name, scale, axis=0 if len(stored.shape) == 3 else None)
-                    return layers.matmul(x, layers.cast(weight, "bfloat16"), transpose=True)
+                    return layers.matmul(x, layers.rounded(weight), transpose=True)
                 case Precision.FP8:
                     x, token_scale = self._round_fp8_per_token(x)
                     product = layers.matmul(x, layers.dequantize(weight, layers.scalar(1.0), "float32"), transpose=True)
@@ -86,7 +85,7 @@ class Matmuls:
                     scale, expert_scale = self._matrix_scale(f"{name}.weight_scale_2", stored.weight_scale_2)
                     product = layers.matmul(x, self._unpack_nvfp4(weight, name, scale), transpose=True)
                     product = self._times(product, expert_scale)
-            return layers.cast(product, "bfloat16")
+            return layers.rounded(product)
 
     # Weights
 

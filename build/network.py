@@ -7,7 +7,7 @@ and the vocabulary head compute in float32. All rows of a pass go through every 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class NetworkOptions:
     """What an engine is made for; `max_context` counts every position of a request, its last canvas included.
 
     window_rule: see runtime/host.py. top_logprobs, debug_logits: further outputs. embed_weights: constants instead of inputs.
+    dtype: of hidden states, keys and values; float32 is for comparing with other implementations.
     """
 
     max_batch: int
@@ -41,6 +42,7 @@ class NetworkOptions:
     top_logprobs: bool = False
     debug_logits: bool = False
     embed_weights: bool = False
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def emit(weights: Weights, options: NetworkOptions, trt: Any) -> Emitted:
     log = Log(trt)
     builder = trt.Builder(log.logger)
     flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-    layers = Layers(trt, builder.create_network(flags), log)
+    layers = Layers(trt, builder.create_network(flags), log, options.dtype)
     ops = _TensorRTOps(layers, weights, options)
     network(ops, weights.config)
     layers.finish()
@@ -112,7 +114,7 @@ class _TensorRTOps:
         }
         canvas_ids = self._input("canvas_ids", "int32", batch, canvas)
         canvas_positions = self._input("canvas_positions", "int32", batch, canvas)
-        self._soft = self._input("soft_embeddings", "bfloat16", batch, canvas, hidden)
+        self._soft = self._input("soft_embeddings", self._options.dtype, batch, canvas, hidden)
         self._temperature = self._input("temperature", "float32", batch)
         self._uniform = self._input("uniform", "float32", batch, canvas)
         context_ids = self._input("context_ids", "int32", context_batch, chunk)
@@ -133,7 +135,7 @@ class _TensorRTOps:
 
     def _cache(self, kind: str, layer: LayerConfig) -> Node:
         shape = (self._batch, layer.kv_heads, self._cached[layer.sliding], layer.head_dim)
-        return self._input(f"{layer.name}.{kind}", "bfloat16", *shape)
+        return self._input(f"{layer.name}.{kind}", self._options.dtype, *shape)
 
     def _input(self, name: str, dtype: str, *dimensions: int | Dimension) -> Node:
         return self._layers.input(TensorSpec(name, dtype, dimensions))
@@ -146,9 +148,8 @@ class _TensorRTOps:
 
     def embed(self, group: Group) -> Node:
         with self._layers.scope("embed_tokens"):
-            table = self._layers.cast(self.matmuls.large("embed_tokens"), "bfloat16")
             ids = self._layers.reshape(self._ids[group], [-1])
-            return self._scaled(self._layers.gather(table, ids, 0))
+            return self._scaled(self._layers.rounded(self._layers.gather(self.matmuls.large("embed_tokens"), ids, 0)))
 
     def soft_embeddings(self) -> Node:
         return self._layers.reshape(self._soft, [-1, self._config.hidden_size])
@@ -163,9 +164,10 @@ class _TensorRTOps:
         return self._layers.elementwise("SUM", x, y)
 
     def scale_by_group(self, x: Node, name: str) -> Node:
+        dtype = getattr(torch, self._options.dtype)
         with self._layers.scope(name):
             encoder, decoder = (
-                self._layers.constant(f"{name}.{side}", self.matmuls.small(f"{name}.{side}", torch.bfloat16).reshape(1, 1))
+                self._layers.constant(f"{name}.{side}", self.matmuls.small(f"{name}.{side}").to(dtype).reshape(1, 1))
                 for side in ("encoder", "decoder")
             )
             return self._layers.elementwise("PROD", x, self._layers.select(self._groups.is_context, encoder, decoder))
@@ -178,9 +180,9 @@ class _TensorRTOps:
                 else self._layers.constant(name, self.matmuls.small(name).reshape(*([1] * (1 if head_dim is None else 2)), -1))
             )
             if head_dim is None:
-                return self._layers.cast(self._norm(x, weight), "bfloat16")
+                return self._layers.rounded(self._norm(x, weight))
             heads = self._layers.reshape(x, [0, x.shape[1] // head_dim, head_dim])
-            return self._layers.reshape(self._layers.cast(self._norm(heads, weight), "bfloat16"), [0, x.shape[1]])
+            return self._layers.reshape(self._layers.rounded(self._norm(heads, weight)), [0, x.shape[1]])
 
     def _norm(self, x: Node, weight: Node | None) -> Node:
         """x [..., width] in float32 without its root mean square, times weight [..., width]."""
@@ -201,7 +203,7 @@ class _TensorRTOps:
         with self._layers.scope(f"{layer.name}.rotary"):
             heads = self._layers.reshape(x, [0, x.shape[1] // layer.head_dim, 1, layer.head_dim])
             rotated = self._layers.rotary(self._layers.cast(heads, "float32"), *self._rotation(layer))
-            return self._layers.reshape(self._layers.cast(rotated, "bfloat16"), [0, x.shape[1]])
+            return self._layers.reshape(self._layers.rounded(rotated), [0, x.shape[1]])
 
     def _rotation(self, layer: LayerConfig) -> tuple[Node, Node]:
         """cos and sin of every row's angles, float32 [rows, 1, head_dim / 2]; elements that pass unrotated have angle 0."""
@@ -220,8 +222,8 @@ class _TensorRTOps:
         with self._layers.scope(f"{layer.name}.self_attn"):
             rows, k_new, v_new = self._attention.attend(q, k, v, *self._caches[layer.index], layer)
         shape = (self._context_batch, layer.kv_heads, self._chunk, layer.head_dim)
-        self._output(f"{layer.name}.k_new", "bfloat16", k_new, *shape)
-        self._output(f"{layer.name}.v_new", "bfloat16", v_new, *shape)
+        self._output(f"{layer.name}.k_new", self._options.dtype, k_new, *shape)
+        self._output(f"{layer.name}.v_new", self._options.dtype, v_new, *shape)
         return rows
 
     def router_scores(self, x: Node, name: str) -> Node:
@@ -260,10 +262,10 @@ class _TensorRTOps:
         self._output("sampled_ids", "int32", layers.reshape(seen.sampled_ids, [b, t]), batch, canvas)
         self._output("entropy", "float32", layers.reshape(seen.entropy, [b, t]), batch, canvas)
         self._output("best_logprob", "float32", layers.reshape(seen.best_logprob, [b, t]), batch, canvas)
-        probabilities = layers.cast(seen.probabilities, "bfloat16")
-        soft = self._scaled(layers.matmul(probabilities, layers.cast(table, "bfloat16"), transpose=False))
+        probabilities = layers.rounded(seen.probabilities)
+        soft = self._scaled(layers.matmul(probabilities, layers.rounded(table), transpose=False))
         soft = layers.reshape(soft, [b, t, self._config.hidden_size])
-        self._output("next_soft_embeddings", "bfloat16", soft, batch, canvas, self._config.hidden_size)
+        self._output("next_soft_embeddings", self._options.dtype, soft, batch, canvas, self._config.hidden_size)
         if self._options.top_logprobs:
             count = min(TOP, words)
             values, ids = layers.top(seen.shifted, count)
