@@ -39,18 +39,19 @@ def read_vocabulary(z: Tensor, uniform: Tensor) -> Reading:
     """
     vocab = z.shape[-1]
     peak, best = z.max(dim=-1)
-    # exp is 0 far above -200, where 0 * (z - max) is still 0 and not NaN as for -inf.
+    # At -200 exp is 0 already, and p * (z - max) is 0, where -inf would make it NaN.
     shifted = (z - peak[:, None]).clamp_(min=-200)
     padded = z.new_zeros(len(z), vocab + -vocab % BLOCK)
     p = padded[:, :vocab]
     torch.exp(shifted, out=p)
     sampled, total = _sample(padded.unflatten(-1, (-1, BLOCK)), uniform)
     log_total = total.log()
+    # Never below 0: S holds the maximum's 1, and z - max is at most 0.
     entropy = log_total - shifted.mul_(p).sum(dim=-1) / total
     return Reading(
         best_ids=best,
         sampled_ids=sampled,
-        entropy=entropy.clamp(min=0).float(),
+        entropy=entropy.float(),
         best_logprob=-log_total.float(),
         probabilities=p,
         total=total.float(),

@@ -179,18 +179,25 @@ def test_draws_from_a_large_vocabulary_follow_the_cumulative_distribution() -> N
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 8.0], ids=["flat", "nearly flat", "peaked", "sharp"])
 @pytest.mark.parametrize("vocab", [V, 1300])
 def test_draws_are_distributed_as_the_softmax(scale: float, vocab: int) -> None:
-    count = 20_000
+    count = 8_000
     z = torch.from_numpy(np.random.default_rng(4).normal(size=vocab)).float() * scale
     sampled = read_vocabulary(z.expand(count, -1), draws(count, seed=17)).sampled_ids
     _assert_distributed(sampled, z.double().softmax(-1))
 
 
 def test_draws_from_the_full_vocabulary_are_distributed_as_the_softmax() -> None:
-    """Binned by the position inside a block, and by the block."""
+    """Binned by the position inside a block, and by the block; each draw within 1e-8 of the token's share of float64 sums.
+
+    A float32 running sum over the blocks is off by up to 3e-8.
+    """
     z = torch.from_numpy(np.random.default_rng(5).normal(size=2**18)).float()
-    batches = draws(768, seed=3).split(64)
+    uniform = draws(384, seed=3)
+    batches = uniform.split(64)
     sampled = torch.cat([read_vocabulary(z.expand(64, -1), batch).sampled_ids for batch in batches])
-    p = z.double().softmax(-1).reshape(-1, BLOCK)
+    shares = z.double().softmax(-1)
+    upper = shares.cumsum(-1)[sampled]
+    assert (uniform > upper - shares[sampled] - 1e-8).all() and (uniform < upper + 1e-8).all()
+    p = shares.reshape(-1, BLOCK)
     _assert_distributed(sampled % BLOCK // 32, p.sum(0).reshape(-1, 32).sum(-1))
     _assert_distributed(sampled // BLOCK // 32, p.sum(1).reshape(-1, 32).sum(-1))
 
