@@ -16,7 +16,8 @@ def fingerprint(emitted: Emitted) -> str:
     network = emitted.network
     for index in range(network.num_layers):
         layer = network.get_layer(index)
-        tensors = [layer.get_input(i) for i in range(layer.num_inputs)] + [layer.get_output(i) for i in range(layer.num_outputs)]
+        tensors = [layer.get_input(i) for i in range(layer.num_inputs)]
+        tensors += [layer.get_output(i) for i in range(layer.num_outputs)]
         digest.update(repr((str(layer.type), layer.name, [_describe(tensor) for tensor in tensors])).encode())
     for name, constant in sorted(emitted.constants.items()):
         digest.update(repr((name, str(constant.dtype), tuple(constant.shape))).encode())

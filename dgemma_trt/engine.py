@@ -82,7 +82,9 @@ class Engine:
             UserError: an empty or too long prompt, or a parameter outside its range.
         """
         chosen = GenerationParameters.of(self.source.generation_config, **parameters)
-        return Request(self._encode(prompt, raw), chosen, self.session.limits, self.source.config.vocab_size)
+        config = self.source.config
+        ids = self._encode(prompt, raw)
+        return Request(ids, chosen, self.session.limits, config.vocab_size, config.pad_token_id)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], *, raw: bool = False, **parameters: Any) -> list[Generation]:
         """Answers each prompt, exactly as it would be answered alone; `parameters` (the seed too) hold for each.
@@ -100,9 +102,7 @@ class Engine:
                 committed[index].append(event)
             elif isinstance(event, End):
                 ends[index] = event
-        return [
-            self._generation(canvases, ends[index], requests[index].statistics) for index, canvases in enumerate(committed)
-        ]
+        return [self._generation(canvases, ends[index], requests[index].statistics) for index, canvases in enumerate(committed)]
 
     def stream(self, prompt: Prompt, *, raw: bool = False, **parameters: Any) -> Iterator[Event]:
         """Answers one prompt, yielding drafts, committed canvases and the end as they come.

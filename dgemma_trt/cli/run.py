@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 @click.option("--temperature", type=float, help="1: the checkpoint's schedule; 0: argmax; else a factor of it.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-def command(
-    path: str, prompts: tuple[str, ...], raw: bool, watch: bool, as_json: bool, device: str, **parameters: Any
-) -> None:
+def command(path: str, prompts: tuple[str, ...], raw: bool, watch: bool, as_json: bool, device: str, **parameters: Any) -> None:
     """Answer a prompt through the diffusion loop."""
     if watch and (as_json or len(prompts) > 1):
         raise click.UsageError("--watch shows one prompt and prints text; leave out --json and further prompts")

@@ -1,6 +1,6 @@
 """Examines an engine or a checkpoint on the nano's fixed evaluation set.
 
-    python -m dgemma_trt.nano.evaluate --engine PATH [--dtype bfloat16]
+python -m dgemma_trt.nano.evaluate --engine PATH [--dtype bfloat16]
 """
 
 from __future__ import annotations
