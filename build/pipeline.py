@@ -66,13 +66,11 @@ def build_engine(
         copy_text_files(checkpoint.folder, folder)
         progress("emitting the network")
         emitted = emit(checkpoint, options, trt)
-        warnings: list[str] = []
         engines = {}
         for target in chosen:
             progress(f"compiling for {target.name}")
             engines[target.name] = f"{target.name}.engine"
-            compile_engine(emitted, target, folder / engines[target.name], lambda what, t=target: progress(f"{t.name}: {what}"))
-        warnings.extend(emitted.log.warnings)
+            compile_engine(emitted, target, folder / engines[target.name], progress)
         generation = checkpoint.folder / "generation_config.json"
         manifest = Manifest(
             name=out.name,
@@ -106,7 +104,7 @@ def build_engine(
             engine_bytes={target: sizes[file]["bytes"] for target, file in engines.items()},
             weight_bytes=sum(entry["bytes"] for name, entry in sizes.items() if name.startswith("weights/")),
             precisions=sorted(set(manifest.precisions.values())),
-            warnings=warnings,
+            warnings=emitted.log.warnings,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ class Checkpoint:
         for name, shape in tensor_shapes(self._config):
             bare = name.endswith("scale") or "layer_scalar" in name
             stored = self._need(name if bare else f"{name}.weight", shape, FLOATING)
-            readers[name] = lambda stored=stored: self._load(stored)
+            readers[name] = partial(self._load, stored)
         for name, shape in linear_shapes(self._config):
             fused = self._fused_experts(name, shape)
             if fused is not None:
@@ -206,7 +206,7 @@ class Checkpoint:
                     f"{self.folder}: {odd} is stored as {precisions[odd]}, but {names[0]} as {parts[0][0]}; experts of one "
                     "layer must agree"
                 )
-            readers[name] = lambda parts=parts, shape=shape: self._load_linear(parts, stacked=len(shape) == 3)
+            readers[name] = partial(self._load_linear, parts, stacked=len(shape) == 3)
         return readers
 
     def _fused_experts(self, name: str, shape: tuple[int, ...]) -> Callable[[], Linear] | None:

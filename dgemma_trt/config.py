@@ -218,7 +218,7 @@ class _Reader:
         return LayerConfig(index, sliding, heads, kv_heads, head_dim, theta, rotary_dim)
 
     def _rope(self, kind: str, head_dim: int) -> tuple[float, int]:
-        default = {
+        default: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         }

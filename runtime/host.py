@@ -17,6 +17,7 @@ from torch.nn import functional
 from dgemma_trt.config import LayerConfig, ModelConfig
 from dgemma_trt.errors import UserError
 from dgemma_trt.model import Group, network
+from dgemma_trt.runtime import session as passes
 from dgemma_trt.runtime.session import CanvasResult, CanvasRows, ContextRows, Limits
 from dgemma_trt.runtime.vocabulary import read_vocabulary
 from dgemma_trt.weights import Linear, Weights
@@ -144,7 +145,8 @@ class HostSession:
     def _pass(
         self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows], read: Callable[[Tensor, CanvasRows], R]
     ) -> list[R]:
-        for rows in (*context, *canvases):
+        both: list[passes.Rows] = [*context, *canvases]
+        for rows in both:
             if rows.start + len(rows.ids) > self._limits.max_context:
                 raise UserError(
                     f"position {rows.start + len(rows.ids) - 1} is beyond this session's limit of "
@@ -185,9 +187,8 @@ class _HostOps(Generic[R]):
         self._context, self._canvases = context, canvases
         self._dtype, self._window_rule, self._read = dtype, window_rule, read
         table = weights.tensor("embed_tokens")
-        self._positions = [
-            torch.arange(rows.start, rows.start + len(rows.ids), device=table.device) for rows in (*context, *canvases)
-        ]
+        both: list[passes.Rows] = [*context, *canvases]
+        self._positions = [torch.arange(rows.start, rows.start + len(rows.ids), device=table.device) for rows in both]
         self._rotations: dict[tuple[float, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def embed(self, group: Group) -> Rows:

@@ -26,8 +26,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class ContextRows:
-    """Tokens to append to the cache of `slot`, the first of them at position `start`. ids: int64 [n], n >= 1."""
+class Rows:
+    """Consecutive tokens of the request in cache slot `slot`, the first at position `start`. ids: int64 [n], n >= 1."""
 
     slot: int
     start: int
@@ -35,16 +35,18 @@ class ContextRows:
 
 
 @dataclass(frozen=True)
-class CanvasRows:
+class ContextRows(Rows):
+    """Tokens to append to the cache."""
+
+
+@dataclass(frozen=True)
+class CanvasRows(Rows):
     """One canvas to denoise by one step, its first token at position `start`.
 
     ids: int64 [T]. soft_embeddings: [T, hidden], what the previous step of this canvas returned; None at the first step.
     temperature: divides the logits, above 0. uniform: float32 [T] in [0, 1), one draw a position.
     """
 
-    slot: int
-    start: int
-    ids: Tensor
     soft_embeddings: Tensor | None
     temperature: float
     uniform: Tensor

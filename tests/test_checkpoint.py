@@ -100,7 +100,7 @@ def shard(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    mapping = {}
+    mapping: dict[str, str] = {}
     for index in range(3):
         file = f"model-0000{index + 1}-of-00003.safetensors"
         save_file({name: tensors[name] for name in names[index::3]}, folder / file)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -45,7 +46,7 @@ def test_run_prints_an_answer_and_says_where_it_ran(engine_folder: Path) -> None
 
 
 def test_json_gives_one_object_a_line_and_repeats_with_the_seed(engine_folder: Path) -> None:
-    arguments = ["run", "--engine", engine_folder, "--json", *FEW_STEPS, "--prompt", "One", "--prompt", "Two"]
+    arguments: list[str | Path] = ["run", "--engine", engine_folder, "--json", *FEW_STEPS, "--prompt", "One", "--prompt", "Two"]
     first, again, other = (invoke(*arguments, "--seed", seed) for seed in ("3", "3", "4"))
     answers = [json.loads(line) for line in first.stdout.splitlines()]
     assert [answer["prompt"] for answer in answers] == ["One", "Two"]
@@ -70,7 +71,7 @@ def test_watch_without_a_terminal_prints_a_line_a_step(engine_folder: Path) -> N
 
 
 def test_a_checkpoint_folder_runs_like_its_engine(untrained: Path, engine_folder: Path) -> None:
-    parameters = {"max_new_tokens": 40, "max_denoising_steps": 3, "seed": 5}
+    parameters: dict[str, Any] = {"max_new_tokens": 40, "max_denoising_steps": 3, "seed": 5}
     from_checkpoint = Engine.open(untrained, "cpu").generate(["Hello"], **parameters)
     from_engine = Engine.open(engine_folder, "cpu").generate(["Hello"], **parameters)
     assert from_checkpoint[0].token_ids == from_engine[0].token_ids
@@ -92,19 +93,19 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 
 
 def test_help_does_not_load_torch() -> None:
-    code = "import sys; from dgemma_trt.cli import main; main(['--help'], standalone_mode=False); 'torch' in sys.modules and 1 / 0"
+    code = "import sys, dgemma_trt.cli as cli; cli.main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("command", ["run", "build", "quantize"])
 def test_a_folder_that_does_not_exist(command: str, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
-    arguments: list[str | Path] = {
+    commands: dict[str, list[str | Path]] = {
         "run": ["run", "--engine", absent, "--prompt", "x"],
         "build": ["build", absent, "--target", "sm120", "--out", tmp_path / "out"],
         "quantize": ["quantize", absent, "--quant", "fp8", "--out", tmp_path / "out"],
-    }[command]
-    assert_one_clear_line(invoke(*arguments), "absent", "no such folder")
+    }
+    assert_one_clear_line(invoke(*commands[command]), "absent", "no such folder")
     assert os.listdir(tmp_path) == []
 
 

@@ -22,7 +22,7 @@ from dgemma_trt.build.network import Emitted, NetworkOptions, emit
 from dgemma_trt.build.oracle import execute
 from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.runtime.host import HostSession
-from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits
+from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits, Rows
 from dgemma_trt.weights import Precision, Weights
 
 CANVAS, WINDOW, VOCAB = 8, reference.TINY["sliding_window"], reference.TINY["vocab_size"]
@@ -55,7 +55,8 @@ def weight_inputs(weights: Weights, emitted: Emitted) -> dict[str, Tensor]:
 def pack(session: HostSession, context: Sequence[ContextRows], canvases: Sequence[CanvasRows]) -> dict[str, Tensor]:
     """The network's inputs for a pass, before the host session runs it: rows padded, caches in any order with spare slots."""
     config = session.config
-    batch = 1 + max((rows.slot for rows in (*context, *canvases)), default=0)
+    both: list[Rows] = [*context, *canvases]
+    batch = 1 + max((rows.slot for rows in both), default=0)
     longest = max((len(rows.ids) for rows in context), default=0) + (2 if context else 0)
     width = max((len(rows.ids) for rows in canvases), default=0)
     inputs = {
@@ -133,13 +134,13 @@ def compare(
         above = running.gather(-1, drawn[:, None])[:, 0]
         below = above - z.double().softmax(-1).gather(-1, drawn[:, None])[:, 0]
         assert ((below - 1e-4 <= rows.uniform) & (rows.uniform <= above + 1e-4)).all()
-    for index, rows in enumerate(context):
+    for index, chunk in enumerate(context):
         for layer in session.config.layers:
-            keys, values = session.cache(rows.slot).entry(layer)  # type: ignore[misc]
-            kept = min(len(rows.ids), keys.shape[1])
-            assert session.cache(rows.slot).length == before[rows.slot] + len(rows.ids)
+            keys, values = session.cache(chunk.slot).entry(layer)  # type: ignore[misc]
+            kept = min(len(chunk.ids), keys.shape[1])
+            assert session.cache(chunk.slot).length == before[chunk.slot] + len(chunk.ids)
             for name, cached in (("k_new", keys), ("v_new", values)):
-                new = outputs[f"{layer.name}.{name}"][index][:, len(rows.ids) - kept : len(rows.ids)]
+                new = outputs[f"{layer.name}.{name}"][index][:, len(chunk.ids) - kept : len(chunk.ids)]
                 far.append(distance(new, cached[:, -kept:]))
     return max(far)
 
