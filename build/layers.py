@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -75,24 +76,31 @@ def _shape(stored: Tensor) -> tuple[int, ...]:
 
 
 class Log:
-    """What TensorRT said while a network was made and compiled."""
+    """What TensorRT said while a network was made and compiled.
+
+    A process has one logger: TensorRT ignores any other while a builder lives. It writes to the latest log.
+    """
 
     def __init__(self, trt: Any) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
-        self.logger = _logger(trt, self)
+        self.logger = _logger(trt)
+        self.logger.latest = self
 
 
-def _logger(trt: Any, log: Log) -> Any:
+@cache
+def _logger(trt: Any) -> Any:
     class Logger(trt.ILogger):
+        latest: Log
+
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.ERROR:
-                log.errors.append(message)
+                self.latest.errors.append(message)
             elif severity == trt.ILogger.WARNING:
-                log.warnings.append(message)
+                self.latest.warnings.append(message)
 
     return Logger()
 

@@ -68,6 +68,10 @@ class Emitted:
 def emit(weights: Weights, options: NetworkOptions, trt: Any) -> Emitted:
     """Writes the network. Of weights that become inputs only shape and type are looked at.
 
+    Rows: canvases [B, T] and context [Bc, Tc]; `context_slot` [Bc] says which of the B rows a context row belongs to. A position
+    of -1 marks a row without a token (of any id in the vocabulary) and an empty cache slot, a slot of -1 a context row of no
+    request. T, Bc, Tc and the caches' capacities may be 0. The caches have B rows, so without canvases B stays and T is 0.
+
     Raises:
         UserError: weights that no lowering computes exactly.
     """
@@ -230,6 +234,7 @@ class _TensorRTOps:
         with self._layers.scope(name):
             scale = self.matmuls.small(f"{name}.scale") * self._config.hidden_size**-0.5
             scaled = self._norm(x, self._layers.constant(f"{name}.scale/sqrt(hidden)", scale.reshape(1, -1)))
+            # Where the compiler takes TF32, 11 bits of the scaled input are left; the reference's own bf16 leaves 8.
             matrix = self._layers.cast(self.matmuls.large(f"{name}.proj"), "float32")
             return self._layers.matmul(scaled, matrix, transpose=True)
 

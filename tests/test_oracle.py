@@ -9,12 +9,13 @@ import scipy.special
 import torch
 
 from dgemma_trt.build import oracle, oracle_formats
+from dgemma_trt.build.layers import Log
 from dgemma_trt.build.oracle import OracleError, execute
 from dgemma_trt.build.oracle_layers import LAYERS
 
 trt = pytest.importorskip("tensorrt_rtx")
 
-BUILDER = trt.Builder(trt.Logger(trt.Logger.ERROR))
+BUILDER = trt.Builder(Log(trt).logger)
 TYPES = {
     torch.float32: trt.float32,
     torch.float16: trt.float16,
