@@ -120,6 +120,7 @@ class Layers:
         self.inputs: list[TensorSpec] = []
         self.outputs: dict[TensorSpec, Node] = {}
         self._constant_nodes: dict[str, Node] = {}
+        self._shapes: dict[tuple[str, ...], Node] = {}
         self._scope, self._count = "", 0
 
     @contextmanager
@@ -199,8 +200,12 @@ class Layers:
         return self.slice(shape, [axis], [1])
 
     def _dimensions(self, dimensions: Sequence[int | Node]) -> Node:
+        """A shape tensor, made once: the compiler's time grows faster than the number of layers."""
         parts = [self.constant(f"{d}:int64:1", torch.tensor([d])) if isinstance(d, int) else d for d in dimensions]
-        return self.concatenate(parts, 0)
+        key = tuple(part.name for part in parts)
+        if key not in self._shapes:
+            self._shapes[key] = self.concatenate(parts, 0)
+        return self._shapes[key]
 
     def reshape(self, x: Node, dimensions: Sequence[int | Node], before: Sequence[int] = (), after: Sequence[int] = ()) -> Node:
         """x transposed by `before`, reshaped, transposed by `after`.

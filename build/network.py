@@ -68,9 +68,9 @@ class Emitted:
 def emit(weights: Weights, options: NetworkOptions, trt: Any) -> Emitted:
     """Writes the network. Of weights that become inputs only shape and type are looked at.
 
-    Rows: canvases [B, T] and context [Bc, Tc]; `context_slot` [Bc] says which of the B rows a context row belongs to. Position -1
-    marks a row without a token (of any id in the vocabulary) and an empty cache slot; slot -1 a context row of no request. T,
-    Bc, Tc and the caches' capacities may be 0. The caches have B rows: without canvases B stays and T is 0.
+    Rows: canvases [B, T] and context [Bc, Tc]; `context_slot` [Bc] says which of the B rows a context row belongs to. Position
+    -1 marks a row without a token (of any id in the vocabulary) and an empty cache slot; slot -1 a context row of no request.
+    T, Bc, Tc and the caches' capacities may be 0. The caches have B rows: without canvases B stays and T is 0.
 
     Raises:
         UserError: weights that no lowering computes exactly.

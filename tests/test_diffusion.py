@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from our_draws import patch_draws
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
@@ -172,26 +173,6 @@ class ReferenceModel(reference.DiffusionGemmaGenerationMixin):
         return SimpleNamespace(logits=torch.stack(rows))
 
 
-class OurDraws:
-    """Stands for torch.randint and torch.multinomial in the reference's loop; each row of a batch gets the same draws."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed, self._canvas, self._step, self._sampled = seed, -1, 0, False
-
-    def randint(self, low: int, high: int, size: tuple[int, int], **_: Any) -> Tensor:
-        purpose = Purpose.RENOISE if self._sampled else Purpose.INITIAL_CANVAS
-        if not self._sampled:
-            self._canvas, self._step = self._canvas + 1, 0
-        self._sampled = False
-        drawn = randomness.tokens(self._seed, self._canvas, self._step, purpose, size[1], high)
-        return drawn.expand(size)
-
-    def multinomial(self, probabilities: Tensor, num_samples: int) -> Tensor:
-        self._step, self._sampled = self._step + 1, True
-        uniform = randomness.uniforms(self._seed, self._canvas, self._step, Purpose.SAMPLE, T)
-        return read_vocabulary(probabilities.log(), uniform.repeat(len(probabilities) // T)).sampled_ids[:, None]
-
-
 class Drafts:
     """A streamer that keeps the drafts."""
 
@@ -229,11 +210,8 @@ def test_whole_runs_equal_those_of_the_reference(
     events = run(ScriptedSession(), ours)
 
     chosen = GenerationConfig(**{**vars(CONFIG), **parameters})
-    draws, streamer = OurDraws(seed), Drafts()
-    monkeypatch.setattr(torch, "randint", draws.randint)
-    monkeypatch.setattr(torch, "multinomial", draws.multinomial)
-    # Means nothing on a CPU, and its first call imports torch's compiler, for seconds.
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    streamer = Drafts()
+    patch_draws(monkeypatch, seed, T)
     theirs = ReferenceModel(chosen).generate(prompts, streamer=streamer, max_new_tokens=5 * T)
 
     canvases = theirs.sequences[:, prompts.shape[1] :].unflatten(1, (-1, T)).tolist()

@@ -82,10 +82,12 @@ def new_model() -> DiffusionGemmaForBlockDiffusion:
     model = DiffusionGemmaForBlockDiffusion(
         DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=CANVAS_LENGTH)
     ).float()
-    generator = torch.Generator().manual_seed(0)
-    for layers in (model.model.encoder.language_model.layers, model.model.decoder.layers):
-        for layer in layers:
-            layer.layer_scalar.fill_(0.75 + 0.5 * torch.rand(1, generator=generator).item())
+    for layers, first, slope in (
+        (model.model.encoder.language_model.layers, 0.70, 0.05),
+        (model.model.decoder.layers, 1.30, -0.05),
+    ):
+        for index, layer in enumerate(layers):
+            layer.layer_scalar.fill_(first + slope * index)
             # Attention has no score scale of its own: from ones, these would start it saturated.
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
                 norm.weight.data.fill_(layer.self_attn.head_dim**-0.25)
