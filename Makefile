@@ -71,7 +71,7 @@ wheel-test: ## build a wheel, install it in a clean environment, run it outside 
 	.cache/wheel/venv/bin/pip wheel --quiet --no-deps --wheel-dir .cache/wheel .
 	.cache/wheel/venv/bin/pip install --quiet -c constraints.txt .cache/wheel/dgemma_trt-*.whl
 	cd / && '$(CURDIR)/.cache/wheel/venv/bin/python' -c 'import dgemma_trt.build, dgemma_trt.cli, dgemma_trt.nano, dgemma_trt.plugins, dgemma_trt.quantize, dgemma_trt.runtime'
-	cd / && '$(CURDIR)/.cache/wheel/venv/bin/dgemma-trt' --help
+	cd / && '$(CURDIR)/.cache/wheel/venv/bin/dgemma-trt' run --engine nano --prompt 'What is the capital of France?'
 	rm -rf .cache/wheel
 
 clean: ## remove .venv, caches and the nano checkpoint's outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import random_weights
 import torch
 from transformers import (
     DiffusionGemmaConfig,
@@ -15,21 +16,9 @@ from transformers import (
 )
 
 TINY: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 80,
+    **random_weights.TINY,
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "global_head_dim": 40,
-    "num_global_key_value_heads": 1,
-    "num_experts": 6,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 48,
-    "sliding_window": 16,
-    "max_position_embeddings": 512,
 }
 
 
