@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgemma_trt.checkpoint import Checkpoint
-from dgemma_trt.engine_directory import EngineDirectory, is_engine_directory
+from dgemma_trt.engine_directory import LIMITS, EngineDirectory, is_engine_directory
 from dgemma_trt.errors import UserError
 from dgemma_trt.runtime.diffusion import Committed, End, Event, GenerationParameters, Request, Statistics
 from dgemma_trt.runtime.generation import TextStream, run_requests
@@ -69,7 +69,7 @@ class Engine:
         folder = find_checkpoint(str(path))
         if is_engine_directory(folder):
             engine = EngineDirectory(folder)
-            return cls(engine, Limits(**engine.manifest.limits), device, dtype)
+            return cls(engine, Limits(**{name: engine.manifest.limits[name] for name in LIMITS}), device, dtype)
         checkpoint = Checkpoint(folder)
         return cls(checkpoint, default_limits(checkpoint), device, dtype)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -29,6 +29,7 @@ from dgemma_trt.weights import Linear, Precision, linear_shapes, tensor_shapes
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 WEIGHTS = "weights"
+LIMITS = ("max_batch", "max_context", "prefill_chunk", "canvas_length")
 
 
 @dataclass
@@ -164,6 +165,17 @@ def _read_manifest(path: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format_version is {version!r}, this program reads {FORMAT_VERSION}; build the engine again")
     try:
-        return Manifest(**data)
+        manifest = Manifest(**data)
     except TypeError as error:
         raise UserError(f"{path}: not a manifest of this program: {error}") from None
+    for name, hint in get_type_hints(Manifest).items():
+        kind = get_origin(hint) or hint
+        if not isinstance(getattr(manifest, name), kind):
+            raise UserError(f"{path}: {name} is {getattr(manifest, name)!r}, expected {kind.__name__}; build the engine again")
+    for name in LIMITS:
+        if not isinstance(manifest.limits.get(name), int):
+            raise UserError(f"{path}: limits.{name} is {manifest.limits.get(name)!r}, expected int; build the engine again")
+    for name, entry in manifest.files.items():
+        if not isinstance(entry, dict) or not entry.keys() >= {"sha256", "bytes"}:
+            raise UserError(f"{path}: files.{name} has no sha256 or bytes; build the engine again")
+    return manifest

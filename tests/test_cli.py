@@ -150,6 +150,25 @@ def test_an_engine_directory_with_a_changed_file(name: str, engine_folder: Path,
     assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), name, "missing")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("limits", {}),
+        ("limits", [1]),
+        ("format_version", 99),
+        ("files", {"tokenizer.json": 1}),
+        ("model", {}),
+        ("precisions", None),
+        ("surplus", 1),
+    ],
+)
+def test_a_manifest_that_is_not_one(field: str, value: Any, engine_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(engine_folder, tmp_path / "engine"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, field: value}))
+    assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), "manifest.json")
+
+
 def test_a_prompt_longer_than_the_limit(engine_folder: Path) -> None:
     assert_one_clear_line(invoke("run", "--engine", engine_folder, "--prompt", "x" * 200), "128", "--max-context")
 
