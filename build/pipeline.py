@@ -59,6 +59,8 @@ def build_engine(
     chosen = targets.check(set(precisions.values()), target_names)
     if options.max_context > checkpoint.config.max_positions:
         raise UserError(f"--max-context is {options.max_context}, the model has {checkpoint.config.max_positions} positions")
+    if out.resolve() == checkpoint.folder.resolve():
+        raise UserError(f"{out}: is the checkpoint itself; choose another folder")
     Text(checkpoint.folder)
     trt = _tensorrt()
     with new_folder(out, replace=replace) as folder:

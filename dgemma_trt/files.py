@@ -23,6 +23,7 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     Raises:
         UserError: `out` exists and `replace` is false, or it cannot be written.
     """
+    out = out.absolute()
     if out.exists() and not replace:
         raise UserError(f"{out}: exists already; choose another folder, or pass --force to replace it")
     if out.exists() and not out.is_dir():
@@ -41,9 +42,13 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
         partial.chmod(0o777 & ~umask)
         yield partial
         if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-            out.replace(old)
-            partial.replace(out)
+            old = partial.with_name(f"{partial.name}.old")
+            out.rename(old)
+            try:
+                partial.rename(out)
+            except OSError:
+                old.rename(out)
+                raise
             shutil.rmtree(old)
         else:
             partial.replace(out)

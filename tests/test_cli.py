@@ -200,6 +200,23 @@ def test_an_output_folder_that_exists_is_kept(untrained: Path, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_the_checkpoint_is_never_replaced_by_its_engine(damaged: Path) -> None:
+    assert_one_clear_line(invoke("build", damaged, "--target", "sm120", "--out", damaged, "--force"), "checkpoint itself")
+    assert (damaged / "model.safetensors").exists()
+
+
+def test_the_current_folder_as_output_leaves_nothing_else(
+    untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    result = invoke("build", untrained, "--target", "sm120", "--out", ".", "--force", "--max-context", "64")
+    assert result.exit_code == 0, result.output
+    assert os.listdir(tmp_path) == ["here"]
+    assert (here / "manifest.json").exists()
+
+
 def test_a_context_beyond_the_models_positions(untrained: Path, tmp_path: Path) -> None:
     result = invoke("build", untrained, "--target", "sm120", "--out", tmp_path / "out", "--max-context", "5000")
     assert_one_clear_line(result, "5000", "4096")
