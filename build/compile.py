@@ -121,12 +121,14 @@ def _writer(trt: Any, build: _Build, file: BinaryIO) -> Any:
 
 @contextmanager
 def _interrupt_to(build: _Build) -> Iterator[None]:
-    """Turns Ctrl-C into a failure of the build: raised inside a callback, it would end the process in TensorRT's C++."""
+    """Turns Ctrl-C and termination into a failure of the build: raised in a callback, they would end the process in C++."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: build.fail(KeyboardInterrupt()))
+    ends = {signal.SIGINT: KeyboardInterrupt(), signal.SIGTERM: SystemExit(128 + signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda number, frame: build.fail(ends[number])) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

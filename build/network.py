@@ -17,9 +17,8 @@ from dgemma_trt.build.experts import Routing, dense_experts
 from dgemma_trt.build.head import read_vocabulary
 from dgemma_trt.build.layers import Dimension, Layers, Log, Node, TensorSpec
 from dgemma_trt.build.matmuls import Matmuls
-from dgemma_trt.config import LayerConfig
+from dgemma_trt.config import LayerConfig, WindowRule
 from dgemma_trt.model import Group, network
-from dgemma_trt.runtime.host import WindowRule
 from dgemma_trt.weights import Weights
 
 TOP = 20
@@ -30,7 +29,7 @@ TOP = 20
 class NetworkOptions:
     """What an engine is made for; `max_context` counts every position of a request, its last canvas included.
 
-    window_rule: see runtime/host.py. top_logprobs, debug_logits: further outputs. embed_weights: constants instead of inputs.
+    window_rule: see config.py. top_logprobs, debug_logits: further outputs. embed_weights: constants instead of inputs.
     dtype: of hidden states, keys and values; float32 is for comparing with other implementations.
     """
 

@@ -59,6 +59,9 @@ def build_engine(
     chosen = targets.check(set(precisions.values()), target_names)
     if options.max_context > checkpoint.config.max_positions:
         raise UserError(f"--max-context is {options.max_context}, the model has {checkpoint.config.max_positions} positions")
+    for option, value in (("--canvas-length", options.canvas_length), ("--prefill-chunk", options.prefill_chunk)):
+        if value > options.max_context:
+            raise UserError(f"{option} is {value}, beyond --max-context {options.max_context}")
     if out.resolve() == checkpoint.folder.resolve():
         raise UserError(f"{out}: is the checkpoint itself; choose another folder")
     Text(checkpoint.folder)

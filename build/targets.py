@@ -47,12 +47,18 @@ _SINCE = {
 }
 
 
+_RECIPES = (Precision.BF16, Precision.FP8, Precision.NVFP4)
+"""What `dgemma-trt quantize` makes, and what it starts from."""
+
+
 def check(precisions: Collection[Precision], names: Iterable[str]) -> list[Target]:
     """The targets called `names`, each once, if every one of them can compute all `precisions`.
 
     Raises:
         UserError: an unknown target, or a precision it cannot compute; says what would fit.
     """
+    if not (names := list(names)):
+        raise UserError(f"no target is named; known are {', '.join(TARGETS)}")
     chosen = []
     for name in dict.fromkeys(names):
         target = TARGETS.get(name)
@@ -61,7 +67,7 @@ def check(precisions: Collection[Precision], names: Iterable[str]) -> list[Targe
             raise UserError(f"unknown target {name!r}; known are {known}")
         if missing := sorted(precision for precision in precisions if not target.runs(precision)):
             able = ", ".join(each.name for each in TARGETS.values() if all(map(each.runs, precisions)))
-            usable = ", ".join(precision for precision in Precision if target.runs(precision))
+            usable = ", ".join(precision for precision in _RECIPES if target.runs(precision))
             raise UserError(
                 f"{name} ({target.gpus}) cannot compute {', '.join(missing)}, which this checkpoint holds: build for {able}, "
                 f"or quantize to what {name} can ({usable})"

@@ -40,7 +40,7 @@ class Stored:
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.file.name}: {self.key} ({self.dtype} {list(self.shape)})"
+        return f"{self.file}: {self.key} ({self.dtype} {list(self.shape)})"
 
 
 class Checkpoint:
@@ -58,6 +58,10 @@ class Checkpoint:
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give a checkpoint folder or a Hugging Face id such as org/name")
+        if not (folder / "config.json").exists():
+            if (folder / "manifest.json").exists():
+                raise UserError(f"{folder}: is an engine directory; give the checkpoint it was built from")
+            raise UserError(f"{folder / 'config.json'}: no such file; give a checkpoint folder or an engine directory")
         self.folder = folder
         self.notes: list[str] = []
         config = read_json(folder / "config.json")

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dgemma_trt.errors import UserError
 
 MODEL_TYPE = "diffusion_gemma"
+
+WindowRule = Literal["reference", "per-token"]
+"""What a sliding layer lets a canvas row see: the last W - 1 context tokens and the whole canvas, the same for every row
+(`reference`, as transformers' DynamicCache), or keys closer than W to the row itself (`per-token`, as vLLM)."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,16 @@ class GenerationConfig:
             UserError: a field of another type, or a sampler other than the entropy-bound one.
         """
         sampler = data.get("sampler_config") or {}
+        if not isinstance(sampler, dict):
+            raise UserError(f"{source}: sampler_config is {sampler!r}, expected an object")
         name = sampler.get("_cls_name", "EntropyBoundSamplerConfig")
         if name != "EntropyBoundSamplerConfig":
             raise UserError(f"{source}: sampler_config is {name!r}; only EntropyBoundSamplerConfig is implemented")
         end = data.get("eos_token_id", default_end)
-        values: dict[str, Any] = {"end_token_ids": tuple(end) if isinstance(end, list) else () if end is None else (end,)}
+        ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ends):
+            raise UserError(f"{source}: eos_token_id is {end!r}, expected a token id or a list of them")
+        values: dict[str, Any] = {"end_token_ids": ends}
         for field, kind in _GENERATION_FIELDS.items():
             found = sampler.get(field) if field == "entropy_bound" else data.get(field)
             if found is not None:
@@ -122,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds a {type(data).__name__}, expected an object")
@@ -156,13 +165,17 @@ class _Reader:
             max_positions=self._int("max_position_embeddings", 131_072),
             rms_norm_eps=self._positive("rms_norm_eps", 1e-6),
             logit_softcap=self._positive("final_logit_softcapping", 30.0),
-            pad_token_id=self._text.get("pad_token_id", 0),
-            bos_token_id=self._text.get("bos_token_id", 2),
+            pad_token_id=self._token("pad_token_id", 0),
+            bos_token_id=self._token("bos_token_id", 2),
             layers=self._layers(),
         )
         if config.experts_per_token > config.num_experts:
             raise UserError(
                 f"{self._source}: top_k_experts is {config.experts_per_token}, more than num_experts {config.num_experts}"
+            )
+        if config.canvas_length > config.max_positions:
+            raise UserError(
+                f"{self._source}: canvas_length is {config.canvas_length}, max_position_embeddings only {config.max_positions}"
             )
         return config
 
@@ -204,7 +217,9 @@ class _Reader:
         head_dim, kv_heads = self._int("head_dim", 256), self._int("num_key_value_heads", 4)
         overrides = self._text.get("per_layer_config")
         if overrides is not None:
-            own = overrides.get(str(index), {})
+            own = overrides.get(str(index), {}) if isinstance(overrides, dict) else None
+            if not isinstance(own, dict):
+                raise UserError(f"{self._source}: per_layer_config must map layer numbers to objects, found {overrides!r}")
             head_dim, kv_heads = self._int("head_dim", head_dim, own), self._int("num_key_value_heads", kv_heads, own)
             if unknown := sorted(set(own) - {"head_dim", "num_key_value_heads"}):
                 raise UserError(f"{self._source}: per_layer_config.{index}.{unknown[0]} is not implemented")
@@ -222,19 +237,21 @@ class _Reader:
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         }
-        parameters = (self._text.get("rope_parameters") or default).get(kind)
-        if not isinstance(parameters, dict) or "rope_theta" not in parameters:
-            raise UserError(f"{self._source}: rope_parameters.{kind} is missing or has no rope_theta")
+        given = self._text.get("rope_parameters") or default
+        parameters = given.get(kind) if isinstance(given, dict) else None
+        if not isinstance(parameters, dict):
+            raise UserError(f"{self._source}: rope_parameters.{kind} is {parameters!r}, expected an object")
         wanted = default[kind]["rope_type"]
         if parameters.get("rope_type", wanted) != wanted or parameters.get("factor", 1.0) != 1.0:
             raise UserError(
                 f"{self._source}: rope_parameters.{kind} is {parameters!r}; only rope_type {wanted!r} with factor 1 is "
                 "implemented"
             )
-        fraction = float(parameters.get("partial_rotary_factor", 1.0))
+        theta = self._positive("rope_theta", None, parameters)
+        fraction = self._positive("partial_rotary_factor", 1.0, parameters)
         if kind == "sliding_attention" and fraction != 1.0:
             raise UserError(f"{self._source}: rope_parameters.{kind}.partial_rotary_factor must be 1, found {fraction}")
-        return float(parameters["rope_theta"]), 2 * int(fraction * head_dim // 2)
+        return theta, 2 * int(min(fraction, 1.0) * head_dim // 2)
 
     def _int(self, field: str, default: int | None, data: dict[str, Any] | None = None) -> int:
         value = (self._text if data is None else data).get(field)
@@ -245,8 +262,14 @@ class _Reader:
             raise UserError(f"{self._source}: {field} is {value!r}, expected a whole number of at least 1")
         return value
 
-    def _positive(self, field: str, default: float) -> float:
-        value = self._text.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    def _positive(self, field: str, default: float | None, data: dict[str, Any] | None = None) -> float:
+        value = (self._text if data is None else data).get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise UserError(f"{self._source}: {field} is {value!r}, expected a number above 0")
         return float(value)
+
+    def _token(self, field: str, default: int) -> int | None:
+        value = self._text.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise UserError(f"{self._source}: {field} is {value!r}, expected a token id")
+        return value

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from dgemma_trt.checkpoint import Checkpoint
+from dgemma_trt.config import WindowRule
 from dgemma_trt.engine_directory import LIMITS, EngineDirectory, is_engine_directory
 from dgemma_trt.errors import UserError
 from dgemma_trt.runtime.diffusion import Committed, End, Event, GenerationParameters, Request, Statistics
 from dgemma_trt.runtime.generation import TextStream, run_requests
-from dgemma_trt.runtime.host import HostSession, WindowRule
+from dgemma_trt.runtime.host import HostSession
 from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits
 from dgemma_trt.sources import find_checkpoint
 from dgemma_trt.text import Message, Text
@@ -44,9 +45,7 @@ class Engine:
 
     def __init__(self, source: Checkpoint | EngineDirectory, limits: Limits, device: str, dtype: torch.dtype) -> None:
         self.source, self.device = source, device
-        rule: WindowRule = "reference"
-        if isinstance(source, EngineDirectory) and source.manifest.window_rule == "per-token":
-            rule = "per-token"
+        rule: WindowRule = source.manifest.window_rule if isinstance(source, EngineDirectory) else "reference"
         self.session = HostSession(source, limits, dtype=dtype, device=device, window_rule=rule)
         self.text = Text(source.folder)
 
@@ -60,6 +59,8 @@ class Engine:
         Raises:
             UserError: nothing usable at `path`, or no such device.
         """
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise UserError(f"dtype is {dtype!r}; choose torch.float32 or torch.bfloat16")
         if device not in ("auto", "cpu", "cuda"):
             raise UserError(f"device is {device!r}; choose auto, cpu or cuda")
         if device == "cuda" and not torch.cuda.is_available():
@@ -92,7 +93,9 @@ class Engine:
         Raises:
             UserError: see `request`.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | dict))
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            prompts = [prompts]
+        single = len(prompts) > 0 and isinstance(prompts[0], int | dict)
         each: Sequence[Any] = [prompts] if single else prompts
         requests = [self.request(prompt, raw=raw, **parameters) for prompt in each]
         committed: list[list[Committed]] = [[] for _ in requests]
@@ -121,28 +124,52 @@ class Engine:
         context_ids: int [B, n], or B lists of any length. canvas_ids: int [B, T]. soft_embeddings: [B, T, hidden], the
         probabilities of the previous step times the scaled embedding table; None at the first step.
         """
+        contexts = [torch.as_tensor(context, dtype=torch.int64) for context in context_ids]
+        self._check_logits_inputs(contexts, canvas_ids, soft_embeddings)
+        if not self.session.free_slots:
+            raise UserError(f"other open generations hold all {self.session.limits.max_batch} slots; finish or close one")
+        slot = self.session.free_slots.pop()
         found = []
-        for index, canvas in enumerate(canvas_ids):
-            context = torch.as_tensor(context_ids[index], dtype=torch.int64)
-            soft = None if soft_embeddings is None else soft_embeddings[index]
-            rows = CanvasRows(0, len(context), canvas, soft, temperature=1.0, uniform=torch.zeros(len(canvas)))
-            self.session.reset(0)
-            chunk = self.session.limits.prefill_chunk
-            chunks = [ContextRows(0, start, context[start : start + chunk]) for start in range(0, len(context), chunk)]
-            for piece in chunks[:-1]:
-                self.session.logits([piece], [])
-            found.extend(self.session.logits(chunks[-1:], [rows]))
-        self.session.reset(0)
+        try:
+            for index, (context, canvas) in enumerate(zip(contexts, canvas_ids, strict=True)):
+                soft = None if soft_embeddings is None else soft_embeddings[index]
+                rows = CanvasRows(slot, len(context), canvas, soft, temperature=1.0, uniform=torch.zeros(len(canvas)))
+                self.session.reset(slot)
+                chunk = self.session.limits.prefill_chunk
+                chunks = [ContextRows(slot, start, context[start : start + chunk]) for start in range(0, len(context), chunk)]
+                for piece in chunks[:-1]:
+                    self.session.logits([piece], [])
+                found.extend(self.session.logits(chunks[-1:], [rows]))
+        finally:
+            self.session.reset(slot)
+            self.session.free_slots.append(slot)
         return torch.stack(found)
+
+    def _check_logits_inputs(self, contexts: list[Tensor], canvas_ids: Tensor, soft_embeddings: Tensor | None) -> None:
+        config = self.source.config
+        if canvas_ids.ndim != 2 or len(canvas_ids) != len(contexts) or not canvas_ids.numel():
+            raise UserError(
+                f"canvas_ids has shape {list(canvas_ids.shape)}; expected [B, T], one row for each of {len(contexts)} contexts"
+            )
+        for ids in (*contexts, canvas_ids):
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
+                raise UserError(f"a token id lies outside 0 … {config.vocab_size - 1}")
+        expected = (*canvas_ids.shape, config.hidden_size)
+        if soft_embeddings is not None and tuple(soft_embeddings.shape) != expected:
+            raise UserError(f"soft_embeddings has shape {list(soft_embeddings.shape)}; expected {list(expected)}")
 
     def _encode(self, prompt: Prompt, raw: bool) -> list[int]:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UserError("the prompt is empty; give at least one word")
             return self.text.raw(prompt) if raw else self.text.chat([{"role": "user", "content": prompt}])
-        if len(prompt) > 0 and isinstance(prompt[0], dict):
+        if isinstance(prompt, Sequence) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            return [*prompt]  # type: ignore[list-item]
+        if isinstance(prompt, Sequence) and all(isinstance(message, dict) for message in prompt):
             return self.text.chat(prompt)  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        raise UserError(
+            f"a prompt is a string, a list of messages (dicts with role and content) or a list of token ids, not {prompt!r:.80}"
+        )
 
     def _generation(self, canvases: list[Committed], end: End, statistics: Statistics) -> Generation:
         stream = TextStream(self.text.decode)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dgemma_trt import text
 from dgemma_trt.checkpoint import Checkpoint
-from dgemma_trt.config import GenerationConfig, ModelConfig, read_json
+from dgemma_trt.config import GenerationConfig, ModelConfig, WindowRule, read_json
 from dgemma_trt.errors import UserError
 from dgemma_trt.files import sha256
 from dgemma_trt.weights import Linear, Precision, linear_shapes, tensor_shapes
@@ -29,6 +29,7 @@ from dgemma_trt.weights import Linear, Precision, linear_shapes, tensor_shapes
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 WEIGHTS = "weights"
+AGAIN = "build the engine again"
 LIMITS = ("max_batch", "max_context", "prefill_chunk", "canvas_length")
 
 
@@ -44,7 +45,7 @@ class Manifest:
     model: dict[str, Any]
     generation: dict[str, Any]
     limits: dict[str, int]
-    window_rule: str
+    window_rule: WindowRule
     precisions: dict[str, str]
     engines: dict[str, str] = field(default_factory=dict)
     lowerings: dict[str, str] = field(default_factory=dict)
@@ -111,6 +112,9 @@ class EngineDirectory:
         self.generation_config = GenerationConfig.from_dict(
             self.manifest.generation, self.manifest.model["text_config"].get("eos_token_id", 1), f"{source}: generation"
         )
+        for name, _ in linear_shapes(self._config):
+            if self.manifest.precisions.get(name) not in list(Precision):
+                raise UserError(f"{source}: precisions.{name} is {self.manifest.precisions.get(name)!r}; {AGAIN}")
         self._tensors = {key: handle for handle, key in self._index()}
 
     @property
@@ -141,6 +145,10 @@ class EngineDirectory:
 
     def _check_files(self) -> None:
         advice = "the engine directory is damaged: build it again"
+        needed = {"tokenizer.json", *self.manifest.engines.values()}
+        needed |= {f"{WEIGHTS}/{path.name}" for path in (self.folder / WEIGHTS).glob("*")}
+        if unlisted := sorted(needed - self.manifest.files.keys()):
+            raise UserError(f"{self.folder / MANIFEST}: files does not list {unlisted[0]}; {advice}")
         for name, expected in self.manifest.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -163,19 +171,23 @@ def _read_manifest(path: Path) -> Manifest:
     data = read_json(path)
     version = data.get("format_version")
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format_version is {version!r}, this program reads {FORMAT_VERSION}; build the engine again")
-    try:
-        manifest = Manifest(**data)
-    except TypeError as error:
-        raise UserError(f"{path}: not a manifest of this program: {error}") from None
+        raise UserError(f"{path}: format_version is {version!r}, this program reads {FORMAT_VERSION}; {AGAIN}")
+    fields = Manifest.__dataclass_fields__.keys()
+    if wrong := sorted(fields ^ data.keys()):
+        raise UserError(f"{path}: {wrong[0]} is {'missing' if wrong[0] in fields else 'unknown'}; {AGAIN}")
+    manifest = Manifest(**data)
     for name, hint in get_type_hints(Manifest).items():
-        kind = get_origin(hint) or hint
-        if not isinstance(getattr(manifest, name), kind):
-            raise UserError(f"{path}: {name} is {getattr(manifest, name)!r}, expected {kind.__name__}; build the engine again")
+        value, kind = getattr(manifest, name), get_origin(hint) or hint
+        if value not in get_args(hint) if kind is Literal else not isinstance(value, kind):
+            expected = " or ".join(get_args(hint)) if kind is Literal else kind.__name__
+            raise UserError(f"{path}: {name} is {value!r}, expected {expected}; {AGAIN}")
     for name in LIMITS:
-        if not isinstance(manifest.limits.get(name), int):
-            raise UserError(f"{path}: limits.{name} is {manifest.limits.get(name)!r}, expected int; build the engine again")
+        value = manifest.limits.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{path}: limits.{name} is {value!r}, expected a whole number of at least 1; {AGAIN}")
     for name, entry in manifest.files.items():
         if not isinstance(entry, dict) or not entry.keys() >= {"sha256", "bytes"}:
-            raise UserError(f"{path}: files.{name} has no sha256 or bytes; build the engine again")
+            raise UserError(f"{path}: files.{name} has no sha256 or bytes; {AGAIN}")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{path}: files.{name} lies outside the engine directory")
     return manifest

@@ -24,13 +24,13 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
         UserError: `out` exists and `replace` is false, or it cannot be written.
     """
     out = out.absolute()
-    if out.exists() and not replace:
-        raise UserError(f"{out}: exists already; choose another folder, or pass --force to replace it")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file; choose another folder")
-    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in OURS):
-        raise UserError(f"{out}: is neither a checkpoint nor an engine directory, so it is not replaced; choose another")
     try:
+        if out.exists() and not replace:
+            raise UserError(f"{out}: exists already; choose another folder, or pass --force to replace it")
+        if out.exists() and not out.is_dir():
+            raise UserError(f"{out}: is a file; choose another folder")
+        if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in OURS):
+            raise UserError(f"{out}: is neither a checkpoint nor an engine directory, so it is not replaced; choose another")
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:

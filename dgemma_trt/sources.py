@@ -19,6 +19,8 @@ def find_checkpoint(name: str) -> Path:
     Raises:
         UserError: no such folder, or the id cannot be fetched.
     """
+    if not name:
+        raise UserError("no checkpoint or engine is named; give a folder, 'nano' or a Hugging Face id")
     folder = Path(name)
     if folder.exists():
         return folder

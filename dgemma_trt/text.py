@@ -40,7 +40,12 @@ class Text:
         config = read_json(settings) if settings.exists() else {}
         self._special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         template = folder / "chat_template.jinja"
-        source = template.read_text(encoding="utf-8") if template.exists() else config.get("chat_template")
+        try:
+            source = template.read_text(encoding="utf-8") if template.exists() else config.get("chat_template")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{template}: cannot be read: {error}") from None
+        if isinstance(source, str) and "bos_token" in source and not self._special["bos_token"]:
+            raise UserError(f"{settings}: bos_token is missing, and the chat template uses it")
         self._template = _compile(source, template) if isinstance(source, str) else None
         self._folder = folder
 
@@ -56,14 +61,23 @@ class Text:
             text = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special, **options)
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template refuses these messages: {error}") from None
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        if not text:
+            raise UserError(f"{self._folder}: the chat template gives an empty prompt for these messages")
+        return self._encode(text)
 
     def raw(self, prompt: str) -> list[int]:
         """Token ids of a prompt as it stands, after the beginning-of-sequence token."""
         bos = self.tokenizer.token_to_id(self._special["bos_token"]) if self._special["bos_token"] else None
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = self._encode(prompt)
         return ids if bos is None else [bos, *ids]
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError("the prompt is not valid UTF-8 text") from None
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids."""

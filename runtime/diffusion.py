@@ -54,18 +54,35 @@ class GenerationParameters:
         given = {name: value for name, value in wanted.items() if value is not None}
         parameters = cls(**{**vars(config), **given})
         randomness.check_seed(parameters.seed)
-        for name, lowest in (("max_new_tokens", 1), ("max_denoising_steps", 1), ("stability_threshold", 0)):
+        for name, lowest, highest in _WHOLE:
             value = getattr(parameters, name)
-            if value is not None and not (isinstance(value, int) and value >= lowest):
-                raise UserError(f"{name} is {value!r}; it must be a whole number of at least {lowest}")
-        for name in ("entropy_bound", "confidence_threshold", "t_min", "t_max"):
-            if not getattr(parameters, name) > 0:
-                raise UserError(f"{name} is {getattr(parameters, name)}; it must be above 0")
-        if not parameters.temperature >= 0:
-            raise UserError(f"temperature is {parameters.temperature}; it must be at least 0")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and lowest <= value <= highest):
+                raise UserError(f"{name} is {value!r}; it must be a whole number from {lowest} to {highest}")
+        for name, lowest, highest in _REAL:
+            value = getattr(parameters, name)
+            real = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (real and (lowest <= value <= highest or (name == "temperature" and value == 0))):
+                raise UserError(
+                    f"{name} is {value!r}; it must be {'0, or ' * (name == 'temperature')}from {lowest} to {highest}"
+                )
+        ends = parameters.end_token_ids
+        if not isinstance(ends, tuple | list) or not all(isinstance(token, int) for token in ends):
+            raise UserError(f"end_token_ids is {ends!r}; it must be a list of token ids")
         if parameters.t_min > parameters.t_max:
             raise UserError(f"t_min is {parameters.t_min}, above t_max {parameters.t_max}")
         return parameters
+
+
+_WHOLE = (("max_new_tokens", 1, 2**31 - 1), ("max_denoising_steps", 1, 1_000_000), ("stability_threshold", 0, 1_000_000))
+_REAL = (
+    ("entropy_bound", 1e-9, 1e9),
+    ("confidence_threshold", 1e-9, 1e9),
+    # Logits are at most 30 or so: beyond these their quotients mean nothing, or overflow.
+    ("t_min", 1e-3, 1e3),
+    ("t_max", 1e-3, 1e3),
+    ("temperature", 1e-2, 1e2),
+)
 
 
 @dataclass(frozen=True)

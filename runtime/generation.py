@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from dgemma_trt.errors import UserError
 from dgemma_trt.runtime.diffusion import Event, Phase, Request
 from dgemma_trt.runtime.session import Session
 
@@ -12,15 +13,20 @@ from dgemma_trt.runtime.session import Session
 def run_requests(session: Session, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
     """Runs requests to their end, as many at a time as the session has slots; yields (index of the request, event).
 
-    Requests in different phases share each pass. One that ends frees its slot for the next in order.
+    Requests in different phases share each pass. One that ends frees its slot for the next in order. Several calls may be
+    under way on one session: each takes slots of its own.
+
+    Raises:
+        UserError: other calls hold every slot.
     """
     waiting = deque(range(len(requests)))
-    free = list(range(session.limits.max_batch))
     running: dict[int, int] = {}
     try:
         while waiting or running:
-            while waiting and free:
-                running[free.pop(0)] = waiting.popleft()
+            while waiting and session.free_slots:
+                running[session.free_slots.pop(0)] = waiting.popleft()
+            if not running:
+                raise UserError(f"other open generations hold all {session.limits.max_batch} slots; finish or close one")
             rows = {slot: requests[index].next_rows(slot) for slot, index in running.items()}
             context = [chunk for chunk, _ in rows.values() if chunk is not None]
             canvases = [canvas for _, canvas in rows.values() if canvas is not None]
@@ -29,13 +35,17 @@ def run_requests(session: Session, requests: Sequence[Request]) -> Iterator[tupl
                 index = running[slot]
                 events = requests[index].take(None if canvas is None else next(results))
                 if requests[index].phase is Phase.FINISHED:
-                    session.reset(slot)
                     del running[slot]
-                    free.append(slot)
+                    _free(session, slot)
                 yield from ((index, event) for event in events)
     finally:
         for slot in running:
-            session.reset(slot)
+            _free(session, slot)
+
+
+def _free(session: Session, slot: int) -> None:
+    session.reset(slot)
+    session.free_slots.append(slot)
 
 
 class TextStream:

@@ -8,23 +8,19 @@ canvas attends, so that what a request gets does not depend, bit for bit in floa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dgemma_trt.config import LayerConfig, ModelConfig
+from dgemma_trt.config import LayerConfig, ModelConfig, WindowRule
 from dgemma_trt.errors import UserError
 from dgemma_trt.model import Group, network
 from dgemma_trt.runtime import session as passes
 from dgemma_trt.runtime.session import CanvasResult, CanvasRows, ContextRows, Limits
 from dgemma_trt.runtime.vocabulary import read_vocabulary
 from dgemma_trt.weights import Linear, Weights
-
-WindowRule = Literal["reference", "per-token"]
-"""What a sliding layer lets a canvas row see: the last W - 1 context tokens and the whole canvas, the same for every row
-(`reference`, as transformers' DynamicCache), or keys closer than W to the row itself (`per-token`, as vLLM)."""
 
 R = TypeVar("R")
 Rows = list[Tensor]
@@ -110,6 +106,7 @@ class HostSession:
         self._limits, self._dtype, self._window_rule = limits, dtype, window_rule
         self._device = torch.device(device)
         self._caches: dict[int, SlotCache] = {}
+        self.free_slots = list(range(limits.max_batch))
 
     @property
     def limits(self) -> Limits:

@@ -76,6 +76,11 @@ class Session(Protocol):
         """What this session was made for."""
         ...
 
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots that no request holds. Take one out to use it; `reset` it and put it back when done."""
+        ...
+
     def run(self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows]) -> list[CanvasResult]:
         """One pass; a slot appears at most once in each group. The results are in the order of `canvases`."""
         ...

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from dgemma_trt.cli import main
 from dgemma_trt.engine import Engine
+from dgemma_trt.errors import UserError
 
 FEW_STEPS = ["--max-denoising-steps", "2", "--max-new-tokens", "8"]
 
@@ -85,6 +87,7 @@ def test_a_checkpoint_folder_runs_like_its_engine(untrained: Path, engine_folder
         ["run", "--engine", "x", "--watch", "--json", "--prompt", "x"],
         ["quantize", "nano", "--quant", "int3", "--out", "x"],
         ["build", "nano"],
+        ["run", "--engine", "x", "--prompt", "-", "--prompt", "-"],
         ["paint"],
     ],
 )
@@ -160,6 +163,10 @@ def test_an_engine_directory_with_a_changed_file(name: str, engine_folder: Path,
         ("model", {}),
         ("precisions", None),
         ("surplus", 1),
+        ("files", {}),
+        ("window_rule", "zzz"),
+        ("precisions", {}),
+        ("limits", {"max_batch": 1, "max_context": 64, "prefill_chunk": 32, "canvas_length": -1}),
     ],
 )
 def test_a_manifest_that_is_not_one(field: str, value: Any, engine_folder: Path, tmp_path: Path) -> None:
@@ -167,6 +174,53 @@ def test_a_manifest_that_is_not_one(field: str, value: Any, engine_folder: Path,
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, field: value}))
     assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), "manifest.json")
+
+
+def test_a_manifest_that_points_outside_its_folder(engine_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(engine_folder, tmp_path / "engine"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../secret"] = {"sha256": "0", "bytes": 1}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), "../secret", "outside")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--entropy-bound", "nan"),
+        ("--entropy-bound", "-1"),
+        ("--temperature", "inf"),
+        ("--temperature", "1e-40"),
+        ("--seed", str(2**64)),
+        ("--max-denoising-steps", "1" + 30 * "0"),
+    ],
+)
+def test_parameters_outside_their_range(option: str, value: str, engine_folder: Path) -> None:
+    named = option.strip("-").replace("-", "_")
+    assert_one_clear_line(invoke("run", "--engine", engine_folder, "--prompt", "x", option, value), named)
+
+
+def test_input_that_is_not_text(engine_folder: Path) -> None:
+    result = CliRunner().invoke(main, ["run", "--engine", str(engine_folder)], input=b"\xff\xfe")
+    assert_one_clear_line(result, "UTF-8")
+    assert_one_clear_line(invoke("run", "--engine", engine_folder, "--prompt", "a\udcffb"), "UTF-8")
+
+
+@pytest.mark.parametrize("prompt", [None, [1.5], ["a", {"role": "user"}], [True]])
+def test_a_prompt_of_no_known_kind(prompt: Any, engine_folder: Path) -> None:
+    with pytest.raises(UserError, match="prompt"):
+        Engine.open(engine_folder, "cpu").generate([prompt])
+
+
+def test_termination_leaves_nothing(untrained: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dgemma_trt.cli", "build", untrained, "--target", "sm120", "--out", tmp_path / "out"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not os.listdir(tmp_path) and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.terminate()
+    assert process.wait(timeout=120) == 143
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_prompt_longer_than_the_limit(engine_folder: Path) -> None:
@@ -182,6 +236,18 @@ def test_a_target_that_does_not_exist(untrained: Path, tmp_path: Path) -> None:
     result = invoke("build", untrained, "--target", "sm120,sm999", "--out", tmp_path / "out")
     assert_one_clear_line(result, "sm999", "sm120")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", ["", ","])
+def test_no_target_at_all(target: str, untrained: Path, tmp_path: Path) -> None:
+    assert_one_clear_line(invoke("build", untrained, "--target", target, "--out", tmp_path / "out"), "sm120")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", [["build", "--target", "sm120"], ["quantize", "--quant", "fp8"]])
+def test_an_engine_directory_where_a_checkpoint_is_wanted(command: list[str], engine_folder: Path, tmp_path: Path) -> None:
+    result = invoke(*command, engine_folder, "--out", tmp_path / "out")
+    assert_one_clear_line(result, "is an engine directory")
 
 
 def test_an_output_folder_that_cannot_be_written(untrained: Path, tmp_path: Path) -> None:

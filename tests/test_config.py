@@ -100,6 +100,12 @@ def test_the_last_layer_is_full_attention_as_the_reference_forces_it() -> None:
         ("text_config.final_logit_softcapping", None),
         ("text_config.num_kv_shared_layers", 4),
         ("text_config", None),
+        ("text_config.per_layer_config", [1]),
+        ("text_config.per_layer_config", {"0": 3}),
+        ("text_config.rope_parameters.full_attention", {"rope_theta": "x"}),
+        ("text_config.rms_norm_eps", float("nan")),
+        ("text_config.pad_token_id", "0"),
+        ("canvas_length", 10**9),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(path: str, value: Any) -> None:
@@ -111,7 +117,7 @@ def test_what_is_not_implemented_is_refused_by_name(path: str, value: Any) -> No
         ModelConfig.from_dict(data, "here/config.json")
     message = str(error.value)
     assert "here/config.json" in message
-    assert path.split(".")[-1] in message or "layer" in message
+    assert path.split(".")[-1] in message or "layer" in message or "rope_theta" in message
 
 
 def test_generation_config_of_the_released_checkpoint() -> None:
@@ -133,11 +139,16 @@ def test_generation_config_defaults_and_refusals() -> None:
     assert GenerationConfig.from_dict({}, 7).end_token_ids == (7,)
     with pytest.raises(UserError, match="t_min"):
         GenerationConfig.from_dict({"t_min": "low"}, 1)
+    with pytest.raises(UserError, match="eos_token_id"):
+        GenerationConfig.from_dict({"eos_token_id": ["1"]}, 1)
+    for sampler in ([1], "EB"):
+        with pytest.raises(UserError, match="sampler_config"):
+            GenerationConfig.from_dict({"sampler_config": sampler}, 1)
     with pytest.raises(UserError, match="OtherSampler"):
         GenerationConfig.from_dict({"sampler_config": {"_cls_name": "OtherSampler"}}, 1)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", ""])
+@pytest.mark.parametrize("content", ["{", "[1]", "", "[" * 100_000], ids=["open", "list", "empty", "deep"])
 def test_a_damaged_json_file_is_named(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)

@@ -55,6 +55,7 @@ class ScriptedSession:
 
     def __init__(self, limits: Limits = LIMITS, answer: Callable[[CanvasRows], CanvasResult] | None = None) -> None:
         self.limits = limits
+        self.free_slots = list(range(limits.max_batch))
         self.caches: dict[int, list[int]] = {}
         self.passes: list[tuple[list[ContextRows], list[CanvasRows]]] = []
         self._answer = answer or self._denoise

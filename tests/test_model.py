@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from dgemma_trt.checkpoint import Checkpoint
-from dgemma_trt.runtime.host import HostSession, WindowRule
+from dgemma_trt.config import WindowRule
+from dgemma_trt.runtime.host import HostSession
 from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits
 
 TOLERANCE = 1e-4

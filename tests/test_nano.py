@@ -9,8 +9,10 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.engine import Engine
+from dgemma_trt.errors import UserError
 from dgemma_trt.nano.evaluate import examine
 from dgemma_trt.nano.tasks import TrainingSampler, evaluation_set, held_out_sums
+from dgemma_trt.runtime.diffusion import Committed, End
 from dgemma_trt.sources import find_checkpoint
 
 FOLDER = find_checkpoint("nano")
@@ -60,6 +62,31 @@ def test_answers_do_not_depend_on_neighbours(engine: Engine) -> None:
     together = engine.generate(questions, seed=11)
     for question, answer in zip(questions, together, strict=True):
         assert engine.generate([question], seed=11)[0].token_ids == answer.token_ids
+
+
+def test_open_streams_do_not_disturb_each_other(engine: Engine) -> None:
+    question = "What is the capital of Norway?"
+    (alone,) = engine.generate(question, seed=4)
+    abandoned = engine.stream("Write a poem.")
+    next(abandoned)
+    both = zip(engine.stream(question, seed=4), engine.stream("Count to 20."), strict=False)
+    tokens = [token for event, _ in both if isinstance(event, Committed) for token in event.token_ids]
+    del both
+    assert tokens == alone.token_ids == engine.generate(question, seed=4)[0].token_ids
+    engine.logits([[2, 5]], torch.tensor([[7, 8]]))
+    assert [event for event in abandoned if isinstance(event, End)] == [End("stop")]
+    assert len(engine.session.free_slots) == engine.session.limits.max_batch
+
+
+def test_more_open_streams_than_slots_are_refused(engine: Engine) -> None:
+    streams = [engine.stream("Write a poem.") for _ in range(engine.session.limits.max_batch)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(UserError, match="slots"):
+        engine.generate("What is the capital of Norway?")
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+    assert len(engine.session.free_slots) == engine.session.limits.max_batch
 
 
 @pytest.mark.parametrize("question", ["What is the capital of Peru?", "Spell cat backwards.", "Count to 20.", "Write a poem."])

@@ -1,7 +1,8 @@
-"""The command line: `dgemma-trt COMMAND`. Exit code 2 for wrong usage, 1 for failures, 130 when interrupted."""
+"""The command line, `dgemma-trt COMMAND`. Exit codes: 2 wrong usage, 1 failure, 130 interrupted, 143 terminated."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -15,9 +16,13 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
+        # What is being written is removed on the way out, as on Ctrl-C.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
-        except UserError as error:
+        except BrokenPipeError:
+            raise
+        except (UserError, OSError) as error:
             click.echo(f"Error: {error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:

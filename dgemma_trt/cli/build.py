@@ -11,9 +11,13 @@ import click
 @click.argument("checkpoint")
 @click.option("--target", required=True, help="GPU architectures, comma-separated: sm80, sm86, sm89, sm120, sm121.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Engine directory to write.")
-@click.option("--max-batch", type=click.IntRange(1), default=8, show_default=True, help="Requests that share a pass.")
-@click.option("--max-context", type=click.IntRange(2), help="Positions of a request, answer included.  [default: 8192]")
-@click.option("--prefill-chunk", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens in one pass.")
+@click.option("--max-batch", type=click.IntRange(1, 1024), default=8, show_default=True, help="Requests that share a pass.")
+@click.option(
+    "--max-context",
+    type=click.IntRange(2),
+    help="Positions of a request, answer included.  [default: 8192, or what the model has]",
+)
+@click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens in one pass.  [default: 512, or --max-context]")
 @click.option("--canvas-length", type=click.IntRange(1), help="Tokens of a canvas.  [default: the model's]")
 @click.option("--window-rule", type=click.Choice(["reference", "per-token"]), default="reference", show_default=True,
               help="What a canvas sees of the context on sliding layers: as transformers, or as vLLM.")  # fmt: skip
@@ -28,7 +32,7 @@ def command(
     out: Path,
     max_batch: int,
     max_context: int | None,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     canvas_length: int | None,
     window_rule: str,
     weights: str,
@@ -50,10 +54,11 @@ def command(
     opened = Checkpoint(find_checkpoint(checkpoint))
     for note in opened.notes:
         click.echo(note, err=True)
+    max_context = max_context or min(8192, opened.config.max_positions)
     options = NetworkOptions(
         max_batch=max_batch,
-        max_context=max_context or min(8192, opened.config.max_positions),
-        prefill_chunk=prefill_chunk,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk or min(512, max_context),
         canvas_length=canvas_length or opened.config.canvas_length,
         window_rule="per-token" if window_rule == "per-token" else "reference",
         top_logprobs=top_logprobs,

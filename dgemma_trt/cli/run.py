@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dgemma_trt.errors import UserError
+
 if TYPE_CHECKING:
     from dgemma_trt.engine import Engine, Generation
 
@@ -29,7 +31,9 @@ def command(path: str, prompts: tuple[str, ...], raw: bool, watch: bool, as_json
     """Answer a prompt through the diffusion loop."""
     if watch and (as_json or len(prompts) > 1):
         raise click.UsageError("--watch shows one prompt and prints text; leave out --json and further prompts")
-    asked = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts or ("-",)]
+    if prompts.count("-") > 1:
+        raise click.UsageError("--prompt - reads standard input, which can be read once")
+    asked = [_standard_input() if prompt == "-" else prompt for prompt in prompts or ("-",)]
 
     from dgemma_trt.engine import Engine
 
@@ -50,6 +54,13 @@ def command(path: str, prompts: tuple[str, ...], raw: bool, watch: bool, as_json
             failed = True
     if failed:
         sys.exit(1)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 text: {error}") from None
 
 
 def _watch(engine: Engine, prompt: str, raw: bool, parameters: dict[str, Any]) -> None:
