@@ -125,7 +125,7 @@ def _interrupt_to(build: _Build) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ends = {signal.SIGINT: KeyboardInterrupt(), signal.SIGTERM: SystemExit(128 + signal.SIGTERM)}
+    ends: dict[int, BaseException] = {signal.SIGINT: KeyboardInterrupt(), signal.SIGTERM: SystemExit(128 + signal.SIGTERM)}
     before = {number: signal.signal(number, lambda number, frame: build.fail(ends[number])) for number in ends}
     try:
         yield

@@ -164,7 +164,7 @@ class Engine:
                 raise UserError("the prompt is empty; give at least one word")
             return self.text.raw(prompt) if raw else self.text.chat([{"role": "user", "content": prompt}])
         if isinstance(prompt, Sequence) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            return [*prompt]  # type: ignore[list-item]
+            return [*prompt]
         if isinstance(prompt, Sequence) and all(isinstance(message, dict) for message in prompt):
             return self.text.chat(prompt)  # type: ignore[arg-type]
         raise UserError(

@@ -59,13 +59,11 @@ class GenerationParameters:
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (whole and lowest <= value <= highest):
                 raise UserError(f"{name} is {value!r}; it must be a whole number from {lowest} to {highest}")
-        for name, lowest, highest in _REAL:
+        for name, least, most in _REAL:
             value = getattr(parameters, name)
             real = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (real and (lowest <= value <= highest or (name == "temperature" and value == 0))):
-                raise UserError(
-                    f"{name} is {value!r}; it must be {'0, or ' * (name == 'temperature')}from {lowest} to {highest}"
-                )
+            if not (real and (least <= value <= most or (name == "temperature" and value == 0))):
+                raise UserError(f"{name} is {value!r}; it must be {'0, or ' * (name == 'temperature')}from {least} to {most}")
         ends = parameters.end_token_ids
         if not isinstance(ends, tuple | list) or not all(isinstance(token, int) for token in ends):
             raise UserError(f"end_token_ids is {ends!r}; it must be a list of token ids")

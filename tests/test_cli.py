@@ -213,7 +213,17 @@ def test_a_prompt_of_no_known_kind(prompt: Any, engine_folder: Path) -> None:
 
 
 def test_termination_leaves_nothing(untrained: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dgemma_trt.cli", "build", untrained, "--target", "sm120", "--out", tmp_path / "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "dgemma_trt.cli",
+        "build",
+        str(untrained),
+        "--target",
+        "sm120",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while not os.listdir(tmp_path) and process.poll() is None:
         time.sleep(0.05)
