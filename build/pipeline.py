@@ -18,7 +18,7 @@ from dgemma_trt.build.layers import TensorSpec
 from dgemma_trt.build.network import NetworkOptions, emit
 from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.config import read_json
-from dgemma_trt.engine_directory import Manifest, copy_text_files, write_manifest, write_weights
+from dgemma_trt.engine_directory import Manifest, StoredWeights, copy_text_files, write_manifest, write_weights
 from dgemma_trt.errors import UserError
 from dgemma_trt.files import new_folder
 from dgemma_trt.text import Text
@@ -70,7 +70,8 @@ def build_engine(
         write_weights(checkpoint, folder, lambda group: progress(f"writing weights: {group}"))
         copy_text_files(checkpoint.folder, folder)
         progress("emitting the network")
-        emitted = emit(checkpoint, options, trt)
+        # From what was just written, where experts are stacked: a checkpoint would stack them once more.
+        emitted = emit(StoredWeights(folder, checkpoint.config, precisions), options, trt)
         engines = {}
         for target in chosen:
             progress(f"compiling for {target.name}")

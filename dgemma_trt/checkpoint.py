@@ -20,12 +20,11 @@ from torch import Tensor
 
 from dgemma_trt.config import GenerationConfig, ModelConfig, read_json
 from dgemma_trt.errors import UserError
-from dgemma_trt.weights import Linear, Precision, linear_shapes, tensor_shapes
+from dgemma_trt.weights import PARTS, Linear, Precision, linear_shapes, tensor_shapes
 
 INDEX_FILE = "model.safetensors.index.json"
 VISION = ("vision_tower.", "embed_vision.")
 TIED_PREFIXES = {"decoder": "decoder.", "encoder": "encoder.language_model."}
-PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 KV_SCALE = re.compile(r"layers\.\d+\.self_attn\.(k_proj\.k_scale|v_proj\.v_scale|k_scale|v_scale)")
 FLOATING = ("BF16", "F16", "F32")
 

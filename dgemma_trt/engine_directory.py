@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.config import GenerationConfig, ModelConfig, WindowRule, read_json
 from dgemma_trt.errors import UserError
 from dgemma_trt.files import sha256
-from dgemma_trt.weights import Linear, Precision, linear_shapes, tensor_shapes
+from dgemma_trt.weights import PARTS, Linear, Precision, linear_shapes, tensor_shapes
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -95,8 +95,37 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
 
 
-class EngineDirectory:
-    """An engine directory, opened and checked; implements `Weights`."""
+class StoredWeights:
+    """The weights of an engine directory, memory-mapped; implements `Weights`."""
+
+    def __init__(self, folder: Path, config: ModelConfig, precisions: Mapping[str, str]) -> None:
+        """Opens what `write_weights` wrote into `folder`; precisions: as in the manifest."""
+        self._config, self._precisions = config, precisions
+        files = [safe_open(path, framework="pt") for path in sorted((folder / WEIGHTS).glob("*.safetensors"))]
+        self._files: dict[str, Any] = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (not a dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        return self._config
+
+    def tensor(self, name: str) -> Tensor:
+        """A plain tensor, as stored."""
+        found: Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def linear(self, name: str) -> Linear:
+        """A matmul's weight, experts stacked."""
+        parts = [part for part in PARTS if f"{name}.{part}" in self._files]
+        return Linear(self.precision(name), **{part: self.tensor(f"{name}.{part}") for part in parts})
+
+    def precision(self, name: str) -> Precision:
+        """The precision of a matmul's weight."""
+        return Precision(self._precisions[name])
+
+
+class EngineDirectory(StoredWeights):
+    """An engine directory, opened and checked."""
 
     def __init__(self, folder: Path) -> None:
         """Opens `folder` and checks every file against the manifest.
@@ -108,40 +137,14 @@ class EngineDirectory:
         self.manifest = _read_manifest(folder / MANIFEST)
         self._check_files()
         source = str(folder / MANIFEST)
-        self._config = ModelConfig.from_dict(self.manifest.model, f"{source}: model")
+        config = ModelConfig.from_dict(self.manifest.model, f"{source}: model")
         self.generation_config = GenerationConfig.from_dict(
             self.manifest.generation, self.manifest.model["text_config"].get("eos_token_id", 1), f"{source}: generation"
         )
-        for name, _ in linear_shapes(self._config):
+        for name, _ in linear_shapes(config):
             if self.manifest.precisions.get(name) not in list(Precision):
                 raise UserError(f"{source}: precisions.{name} is {self.manifest.precisions.get(name)!r}; {AGAIN}")
-        self._tensors = {key: handle for handle, key in self._index()}
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's sizes."""
-        return self._config
-
-    def tensor(self, name: str) -> Tensor:
-        """A plain tensor, as stored (memory-mapped)."""
-        found: Tensor = self._tensors[name].get_tensor(name)
-        return found
-
-    def linear(self, name: str) -> Linear:
-        """A matmul's weight, memory-mapped, experts stacked."""
-        parts = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-        stored = {part: self.tensor(f"{name}.{part}") for part in parts if f"{name}.{part}" in self._tensors}
-        return Linear(Precision(self.manifest.precisions[name]), **stored)
-
-    def precision(self, name: str) -> Precision:
-        """The precision of a matmul's weight."""
-        return Precision(self.manifest.precisions[name])
-
-    def _index(self) -> Iterator[tuple[Any, str]]:
-        for path in sorted((self.folder / WEIGHTS).glob("*.safetensors")):
-            handle = safe_open(path, framework="pt")
-            for key in handle.keys():  # noqa: SIM118 (not a dict)
-                yield handle, key
+        super().__init__(folder, config, self.manifest.precisions)
 
     def _check_files(self) -> None:
         advice = "the engine directory is damaged: build it again"

@@ -19,6 +19,9 @@ from torch import Tensor
 from dgemma_trt import formats
 from dgemma_trt.config import ModelConfig
 
+PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+"""Suffixes of the tensors of a `Linear`."""
+
 
 class Precision(StrEnum):
     """How a matmul's weight is stored and what its input is rounded to."""
@@ -58,13 +61,7 @@ class Linear:
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by suffix."""
-        found = {
-            "weight": self.weight,
-            "weight_scale": self.weight_scale,
-            "weight_scale_2": self.weight_scale_2,
-            "input_scale": self.input_scale,
-        }
-        return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
+        return {part: getattr(self, part) for part in PARTS if getattr(self, part) is not None}
 
     def expert(self, index: int) -> Linear:
         """One expert's weight out of a stack."""
