@@ -27,10 +27,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 # --- engines ---------------------------------------------------------------------------------------------------------
-# engines/<model>-<quant>-<target>, where a folder or a Hugging Face id gives its last part as the model's name. What is there
-# is kept; `make -B engine` makes it anew.
+# engines/<model>-<quant>-<target>, where a folder or a Hugging Face id is the model's name with -- for its slashes. What is
+# there is kept; `make -B engine` makes it anew.
 comma := ,
-NAME := $(notdir $(MODEL:%/=%))-$(QUANT)
+NAME := $(subst /,--,$(patsubst /%,%,$(MODEL:%/=%)))-$(QUANT)
 CHECKPOINT := $(if $(filter bf16,$(QUANT)),$(MODEL),checkpoints/$(NAME))
 ENGINE := engines/$(NAME)-$(subst $(comma),-,$(TARGET))
 NANO := $(if $(filter nano,$(MODEL)),$(wildcard dgemma_trt/nano/checkpoint/*))

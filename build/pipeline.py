@@ -62,11 +62,9 @@ def build_engine(
     for option, value in (("--canvas-length", options.canvas_length), ("--prefill-chunk", options.prefill_chunk)):
         if value > options.max_context:
             raise UserError(f"{option} is {value}, beyond --max-context {options.max_context}")
-    if out.resolve() == checkpoint.folder.resolve():
-        raise UserError(f"{out}: is the checkpoint itself; choose another folder")
     Text(checkpoint.folder)
     trt = _tensorrt()
-    with new_folder(out, replace=replace) as folder:
+    with new_folder(out, replace=replace, source=checkpoint.folder) as folder:
         write_weights(checkpoint, folder, lambda group: progress(f"writing weights: {group}"))
         copy_text_files(checkpoint.folder, folder)
         progress("emitting the network")

@@ -126,7 +126,10 @@ class Checkpoint:
                 if name.endswith("layer_scalar"):
                     name = f"{name}.{side}"
                 piece = handle.get_slice(key)
-                found.setdefault(name, {})[side] = Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
+                stored, copies = Stored(file, key, tuple(piece.get_shape()), piece.get_dtype()), found.setdefault(name, {})
+                if side in copies:
+                    raise UserError(f"{stored} and {copies[side]} are one tensor of the model; remove what is left over")
+                copies[side] = stored
         if vision:
             self.notes.append(f"{vision} vision tensors set aside: images are not supported")
         if "lm_head.weight" in found and "embed_tokens.weight" in found:

@@ -215,11 +215,9 @@ class _Reader:
             )
         sliding = kind == "sliding_attention"
         head_dim, kv_heads = self._int("head_dim", 256), self._int("num_key_value_heads", 4)
-        overrides = self._text.get("per_layer_config")
+        overrides = self._per_layer_config()
         if overrides is not None:
-            own = overrides.get(str(index), {}) if isinstance(overrides, dict) else None
-            if not isinstance(own, dict):
-                raise UserError(f"{self._source}: per_layer_config must map layer numbers to objects, found {overrides!r}")
+            own = overrides.get(index, {})
             head_dim, kv_heads = self._int("head_dim", head_dim, own), self._int("num_key_value_heads", kv_heads, own)
             if unknown := sorted(set(own) - {"head_dim", "num_key_value_heads"}):
                 raise UserError(f"{self._source}: per_layer_config.{index}.{unknown[0]} is not implemented")
@@ -231,6 +229,20 @@ class _Reader:
             raise UserError(f"{self._source}: layer {index}: {heads} query heads do not divide among {kv_heads} KV heads")
         theta, rotary_dim = self._rope(kind, head_dim)
         return LayerConfig(index, sliding, heads, kv_heads, head_dim, theta, rotary_dim)
+
+    def _per_layer_config(self) -> dict[int, dict[str, Any]] | None:
+        found = self._text.get("per_layer_config")
+        if found is None:
+            return None
+        count = self._int("num_hidden_layers", 30)
+        if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
+            raise UserError(f"{self._source}: per_layer_config must map layer numbers to objects, found {found!r}")
+        # transformers writes the numbers with leading zeros, so that they sort.
+        numbers = [int(key) if str(key).isdecimal() else -1 for key in found]
+        for key, number in zip(found, numbers, strict=True):
+            if not 0 <= number < count or numbers.count(number) > 1:
+                raise UserError(f"{self._source}: per_layer_config.{key} is not one of the {count} layers, or is there twice")
+        return dict(zip(numbers, found.values(), strict=True))
 
     def _rope(self, kind: str, head_dim: int) -> tuple[float, int]:
         default: dict[str, dict[str, Any]] = {

@@ -1,11 +1,13 @@
 """The engine directory: manifest.json, one engine file a target, the weights, and the text files.
 
-Everything in it is listed in the manifest with size and sha256; opening checks that. The weights are safetensors, one file
-for each layer and one for the rest, in the names of dgemma_trt/weights.py and the very shapes the engines read.
+Everything in it is listed in the manifest with size and sha256, and the manifest holds its own; opening checks that. The
+weights are safetensors, one file for each layer and one for the rest, in the names of dgemma_trt/weights.py and the very
+shapes the engines read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections import defaultdict
@@ -39,6 +41,7 @@ class Manifest:
 
     precisions: matmul name -> precision. engines: target -> file. inputs, outputs: name, dtype, minimum, optimum and maximum
     shape of every tensor the engines take and give. files: path -> {"sha256", "bytes"}, for everything but the manifest.
+    digest: sha256 of all other fields.
     """
 
     name: str
@@ -56,6 +59,12 @@ class Manifest:
     built_with: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    digest: str = ""
+
+    def digest_of_the_rest(self) -> str:
+        """What `digest` should be."""
+        rest = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_weights(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None]) -> None:
@@ -92,6 +101,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Lists every file of `folder` in the manifest and writes it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest.files = {str(path.relative_to(folder)): {"sha256": sha256(path), "bytes": path.stat().st_size} for path in files}
+    manifest.digest = manifest.digest_of_the_rest()
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
 
 
@@ -193,4 +203,6 @@ def _read_manifest(path: Path) -> Manifest:
             raise UserError(f"{path}: files.{name} has no sha256 or bytes; {AGAIN}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{path}: files.{name} lies outside the engine directory")
+    if manifest.digest != manifest.digest_of_the_rest():
+        raise UserError(f"{path}: was changed after it was built; {AGAIN}")
     return manifest

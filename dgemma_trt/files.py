@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from dgemma_trt.errors import UserError
 
 OURS = ("manifest.json", "config.json")
@@ -17,14 +19,19 @@ OURS = ("manifest.json", "config.json")
 
 
 @contextmanager
-def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
+def new_folder(out: Path, *, replace: bool, source: Path) -> Iterator[Path]:
     """A temporary sibling of `out`, renamed to it when the block ends well and removed when it does not.
 
+    source: the folder that is being read, which `out` must neither hold nor lie in. Where `out` is a link, what it points to is
+    meant.
+
     Raises:
-        UserError: `out` exists and `replace` is false, or it cannot be written.
+        UserError: `out` exists and `replace` is false, overlaps `source`, or cannot be written.
     """
-    out = out.absolute()
     try:
+        out, source = out.resolve(), source.resolve()
+        if out == source or out in source.parents or source in out.parents:
+            raise UserError(f"{out}: is the checkpoint itself, holds it or lies in it; choose another folder")
         if out.exists() and not replace:
             raise UserError(f"{out}: exists already; choose another folder, or pass --force to replace it")
         if out.exists() and not out.is_dir():
@@ -33,6 +40,8 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
             raise UserError(f"{out}: is neither a checkpoint nor an engine directory, so it is not replaced; choose another")
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except RuntimeError:  # pathlib's word for links in a circle
+        raise UserError(f"{out}: is a link that leads to itself; choose another folder") from None
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror}") from None
     try:
@@ -52,8 +61,8 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             partial.replace(out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -59,7 +59,7 @@ class Text:
             raise UserError(f"{self._folder}: has no chat template; give raw prompts")
         try:
             text = self._template.render(messages=list(messages), add_generation_prompt=True, **self._special, **options)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may do anything that Python's expressions do
             raise UserError(f"the chat template refuses these messages: {error}") from None
         if not text:
             raise UserError(f"{self._folder}: the chat template gives an empty prompt for these messages")

@@ -23,13 +23,13 @@ QUESTION = "Who wrote Hamlet?"
 def main(path: str) -> None:
     """Runs the question once and writes the picture beside this file."""
     engine = Engine.open(path, "cpu")
-    console = Console(record=True, width=104, force_terminal=True, file=io.StringIO())
+    console = Console(record=True, width=104, height=60, force_terminal=True, file=io.StringIO())
     steps = engine.source.generation_config.max_denoising_steps
     console.print(f"$ dgemma-trt run --engine {path} --prompt '{QUESTION}' --watch", highlight=False)
     text = Text()
     for event in engine.stream(QUESTION):
         if isinstance(event, Draft):
-            console.print(frame(text, event, engine.text.decode, steps))
+            console.print(frame(text, event, engine.text.decode, steps, console))
         elif isinstance(event, Committed):
             text.append(engine.text.decode(event.token_ids))
     console.print(Panel(text, border_style="green"))

@@ -41,11 +41,9 @@ def quantize_checkpoint(
             says.
     """
     recipe = find_recipe(quant)
-    if out.resolve() == checkpoint.resolve():
-        raise UserError(f"{out}: is the checkpoint itself; choose another folder")
     source = Checkpoint(checkpoint)
     _refuse_unsuitable(source, recipe)
-    with new_folder(out, replace=replace) as folder:
+    with new_folder(out, replace=replace, source=checkpoint) as folder:
         spoken = aloud(progress)
         spoken("loading NVIDIA ModelOpt")
         with quiet_libraries():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.errors import UserError
+from dgemma_trt.formats import quantize_nvfp4
 from dgemma_trt.weights import Precision
 
 Tensors = dict[str, Tensor]
@@ -213,3 +214,25 @@ def test_a_folder_without_what_it_needs(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         Checkpoint(folder)
+
+
+def test_a_tensor_that_is_there_twice_is_named(folder: Path) -> None:
+    save_file({f"{DECODER}norm.weight": torch.ones(64)}, folder / "rest.safetensors")
+    with pytest.raises(UserError, match=r"rest\.safetensors.*norm\.weight.*one tensor"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["weight_scale_2", "input_scale"])
+def test_a_scale_that_calibration_never_set_is_named(part: str, value: float, folder: Path) -> None:
+    name = f"{DECODER}layers.0.mlp.up_proj"
+
+    def to_nvfp4(tensors: Tensors) -> None:
+        codes, scale, global_scale = quantize_nvfp4(tensors[f"{name}.weight"])
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": scale, f"{name}.weight_scale_2": global_scale}
+        tensors[f"{name}.input_scale"] = torch.tensor(1.0)
+        tensors[f"{name}.{part}"] = torch.tensor(value)
+
+    change(folder, to_nvfp4)
+    with pytest.raises(UserError, match=rf"{part} is .* for .*layers\.0\.mlp\.up_proj"):
+        Checkpoint(folder).linear("layers.0.mlp.up_proj")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from dgemma_trt.cli import main
 from dgemma_trt.engine import Engine
 from dgemma_trt.errors import UserError
+from dgemma_trt.files import new_folder
 
 FEW_STEPS = ["--max-denoising-steps", "2", "--max-new-tokens", "8"]
 
@@ -167,6 +168,10 @@ def test_an_engine_directory_with_a_changed_file(name: str, engine_folder: Path,
         ("window_rule", "zzz"),
         ("precisions", {}),
         ("limits", {"max_batch": 1, "max_context": 64, "prefill_chunk": 32, "canvas_length": -1}),
+        ("limits", {"max_batch": 1, "max_context": 10**12, "prefill_chunk": 32, "canvas_length": 32}),
+        ("engines", {"sm120": ["nested"]}),
+        ("generation", {"t_max": 5.0}),
+        ("network_fingerprint", ""),
     ],
 )
 def test_a_manifest_that_is_not_one(field: str, value: Any, engine_folder: Path, tmp_path: Path) -> None:
@@ -174,6 +179,14 @@ def test_a_manifest_that_is_not_one(field: str, value: Any, engine_folder: Path,
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, field: value}))
     assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), "manifest.json")
+
+
+def test_a_manifest_whose_model_was_changed(engine_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(engine_folder, tmp_path / "engine"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["model"]["text_config"]["vocab_size"] += 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert_one_clear_line(invoke("run", "--engine", folder, "--prompt", "x"), "manifest.json", "changed")
 
 
 def test_a_manifest_that_points_outside_its_folder(engine_folder: Path, tmp_path: Path) -> None:
@@ -279,6 +292,56 @@ def test_an_output_folder_that_exists_is_kept(untrained: Path, tmp_path: Path) -
 def test_the_checkpoint_is_never_replaced_by_its_engine(damaged: Path) -> None:
     assert_one_clear_line(invoke("build", damaged, "--target", "sm120", "--out", damaged, "--force"), "checkpoint itself")
     assert (damaged / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", [["build", "--target", "sm120"], ["quantize", "--quant", "fp8"]])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_the_checkpoint_neither_holds_nor_lies_in_the_output(command: list[str], inside: bool, damaged: Path) -> None:
+    before = sorted(os.listdir(damaged))
+    (damaged.parent / "config.json").write_text("{}")
+    out = damaged / "out" if inside else damaged.parent
+    assert_one_clear_line(invoke(*command, damaged, "--out", out, "--force"), "checkpoint itself")
+    assert sorted(os.listdir(damaged)) == before
+    assert sorted(os.listdir(damaged.parent)) == ["config.json", "damaged"]
+
+
+def test_an_output_that_is_a_link_means_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for text in ("first", "second"):
+        with new_folder(tmp_path / "link", replace=True, source=tmp_path / "source") as folder:
+            (folder / "config.json").write_text(text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / "config.json").read_text() == text
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with (
+        pytest.raises(UserError, match="leads to itself"),
+        new_folder(tmp_path / "circle", replace=True, source=tmp_path / "x"),
+    ):
+        pass
+
+
+def test_a_full_disk_is_one_clear_line(untrained: Path, tmp_path: Path) -> None:
+    command = (
+        f"ulimit -f 100; exec {sys.executable} -m dgemma_trt.cli build {untrained} --target sm120 --out {tmp_path / 'out'}"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "cannot be written" in line] == done.stderr.splitlines()[-1:]
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_terminal_without_unicode_or_standard_input(engine_folder: Path) -> None:
+    run = f"{sys.executable} -m dgemma_trt.cli run --engine {engine_folder}"
+    ascii_only = subprocess.run(
+        ["bash", "-c", f"PYTHONIOENCODING=ascii {run} --watch --prompt x {' '.join(FEW_STEPS)}"],
+        capture_output=True,
+        check=False,
+    )
+    assert ascii_only.returncode == 0, ascii_only.stderr
+    closed = subprocess.run(["bash", "-c", f"{run} <&-"], capture_output=True, text=True, check=False)
+    assert closed.returncode == 1 and "standard input" in closed.stderr and "Traceback" not in closed.stderr
 
 
 def test_the_current_folder_as_output_leaves_nothing_else(

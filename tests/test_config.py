@@ -74,6 +74,14 @@ def test_absent_fields_take_the_defaults_of_the_reference() -> None:
         assert layer.heads == text.num_attention_heads
 
 
+def test_a_config_that_transformers_saved_again_is_the_same_model(tmp_path: Path) -> None:
+    """It writes per_layer_config, its numbers with leading zeros."""
+    DiffusionGemmaConfig(**copy.deepcopy(LARGE)).save_pretrained(tmp_path)
+    saved = read_json(tmp_path / "config.json")
+    assert "05" in saved["text_config"]["per_layer_config"]
+    assert ModelConfig.from_dict(saved) == ModelConfig.from_dict(LARGE)
+
+
 def test_the_last_layer_is_full_attention_as_the_reference_forces_it() -> None:
     data = with_field("text_config.layer_types", ["sliding_attention"] * 30)
     assert [layer.index for layer in ModelConfig.from_dict(data).layers if not layer.sliding] == [29]
@@ -102,6 +110,9 @@ def test_the_last_layer_is_full_attention_as_the_reference_forces_it() -> None:
         ("text_config", None),
         ("text_config.per_layer_config", [1]),
         ("text_config.per_layer_config", {"0": 3}),
+        ("text_config.per_layer_config", {"30": {"head_dim": 256}}),
+        ("text_config.per_layer_config", {"5": {"head_dim": 512}, "05": {"head_dim": 512}}),
+        ("text_config.per_layer_config", {"five": {"head_dim": 512}}),
         ("text_config.rope_parameters.full_attention", {"rope_theta": "x"}),
         ("text_config.rms_norm_eps", float("nan")),
         ("text_config.pad_token_id", "0"),

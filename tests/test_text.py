@@ -43,3 +43,13 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"chat_template\.jinja"):
         Text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ raise_exception('no') }}", "{{ x | tojson(1, 2, 3) }}"]
+)
+def test_a_template_that_fails_is_one_clear_error(source: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((NANO / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(UserError, match="chat template refuses"):
+        Text(tmp_path).chat(CONVERSATION)

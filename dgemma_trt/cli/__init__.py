@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from typing import Any
@@ -18,6 +19,10 @@ class _Group(click.Group):
         """Runs the command."""
         # What is being written is removed on the way out, as on Ctrl-C.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        for stream in (sys.stdout, sys.stderr):
+            # A terminal that cannot show a character shows a question mark.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

@@ -57,6 +57,8 @@ def command(path: str, prompts: tuple[str, ...], raw: bool, watch: bool, as_json
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise UserError("standard input is closed; give --prompt")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

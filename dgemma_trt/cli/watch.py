@@ -23,31 +23,41 @@ def show(events: Iterable[Event], decode: Decode, max_steps: int, console: Conso
 
     On a terminal the canvas is redrawn in place; otherwise each denoising step is one line.
     """
-    return (_show_live if console.is_terminal else _show_lines)(events, decode, max_steps, console)
+    redraws = console.is_terminal and not console.is_dumb_terminal
+    return (_show_live if redraws else _show_lines)(events, decode, max_steps, console)
 
 
 def _show_live(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
     done, stream = Text(), TextStream(decode)
     end = None
-    with Live(console=console, refresh_per_second=20) as live:
+    with Live(console=console, refresh_per_second=20, transient=True) as live:
         for event in events:
             if isinstance(event, Draft):
-                live.update(frame(done, event, decode, max_steps))
+                live.update(frame(done, event, decode, max_steps, console))
             elif isinstance(event, Committed):
                 done.append(stream.add(event.token_ids))
             else:
                 end = event
                 done.append(stream.add([], last=True))
-                live.update(Panel(done, border_style="green"))
+    if end is not None:
+        console.print(Panel(done, border_style="green"))
     return end
 
 
-def frame(done: Text, draft: Draft, decode: Decode, max_steps: int) -> Panel:
-    """One denoising step: the text so far, the canvas with its settled and unsettled tokens, the figures below."""
+def frame(done: Text, draft: Draft, decode: Decode, max_steps: int, console: Console) -> Panel:
+    """One denoising step: the text so far, the canvas with its settled and unsettled tokens, the figures below.
+
+    Of text that is taller than the console, the last lines.
+    """
     canvas = Text()
     for token, accepted, entropy in _tokens(draft):
         canvas.append(_printable(decode([token])), style=_style(accepted, entropy))
-    return Panel(Group(done + canvas, Text(_caption(draft, max_steps), style="dim")), border_style="dim")
+    width = max(1, console.width - 4)
+    caption = Text(_caption(draft, max_steps), style="dim").wrap(console, width)
+    lines = (done + canvas).wrap(console, width)
+    height = max(1, console.height - 2)
+    shown = [*lines[-max(1, height - len(caption)) :], *caption][:height]
+    return Panel(Group(*shown), border_style="dim")
 
 
 def _show_lines(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
@@ -72,7 +82,7 @@ def _tokens(draft: Draft) -> Iterable[tuple[int, bool, float]]:
 def _caption(draft: Draft, max_steps: int) -> str:
     return (
         f"canvas {draft.canvas + 1}, step {draft.step:2d} of at most {max_steps}: {int(draft.accepted.sum()):3d} of "
-        f"{len(draft.token_ids)} tokens settled, mean entropy {draft.mean_entropy:.4f}"
+        f"{len(draft.token_ids)} settled, mean entropy {draft.mean_entropy:.4f}"
     )
 
 
