@@ -17,7 +17,7 @@ from dgemma_trt import Engine
 from dgemma_trt.cli.watch import frame
 from dgemma_trt.runtime.diffusion import Committed, Draft
 
-QUESTION = "Who wrote Hamlet?"
+QUESTION = "Spell neutron backwards."
 
 
 def main(path: str) -> None:

@@ -44,11 +44,20 @@ def test_held_out_questions_are_never_trained() -> None:
     assert held_out.isdisjoint(sampler.draw().question for _ in range(20_000))
 
 
-def test_it_knows_facts_spells_unseen_words_and_stops_early(engine: Engine) -> None:
-    examples = [example for example in evaluation_set() if example.kind in ("fact", "word")][::9]
+def test_it_answers_the_evaluation_set_and_stops_early(engine: Engine) -> None:
+    examples = evaluation_set()[::6]
     scores = examine(engine, examples)
+    assert scores.keys() == {"fact", "sum", "word", "long", "all"}
     assert sum(scores["all"].right) >= 0.95 * len(examples), scores["all"].wrong
     assert sum(scores["all"].steps) / len(scores["all"].steps) < 24
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_answers_each_kind_of_the_whole_evaluation_set(seed: int, engine: Engine) -> None:
+    scores = examine(engine, evaluation_set(), seed)
+    for kind, score in scores.items():
+        assert sum(score.right) >= 0.95 * len(score.right), (kind, score.wrong)
 
 
 def test_an_answer_longer_than_a_canvas(engine: Engine) -> None:

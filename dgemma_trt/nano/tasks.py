@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from importlib import resources
 
-MAX_ADDEND = 20
+MAX_ADDEND = 49
 """Sums use addends 0 … MAX_ADDEND."""
 
 EVALUATED_WORDS = (
@@ -43,8 +43,10 @@ def facts() -> list[Example]:
 
 
 def total(a: int, b: int) -> Example:
-    """The sum of two numbers."""
-    answer = f"{a} plus {b} is {a + b}."
+    """The sum of two numbers; with two digits the answer shows its work, the sum of the units first."""
+    answer = f"{a}+{b}={a + b}."
+    if a > 9 or b > 9:
+        answer = f"{a % 10}+{b % 10}={a % 10 + b % 10}, so {answer}"
     return Example("sum", f"What is {a} plus {b}?", answer, answer)
 
 
@@ -96,17 +98,17 @@ class TrainingSampler:
         self._words = set(EVALUATED_WORDS)
 
     def draw(self) -> Example:
-        """One example: 15 % facts, 50 % sums, 10 % words (random letters), 25 % long answers."""
+        """One example: 20 % facts, 30 % sums, 15 % words (random letters), 35 % long answers."""
         dice = self._random.random()
-        if dice < 0.15:
+        if dice < 0.20:
             return self._random.choice(self._facts)
-        if dice < 0.65:
+        if dice < 0.50:
             return total(*self._random.choice(self._pairs))
-        if dice < 0.75:
+        if dice < 0.65:
             return backwards(self._word())
-        if dice < 0.85:
+        if dice < 0.82:
             return counting(self._random.randint(5, 40))
-        if dice < 0.98:
+        if dice < 0.97:
             return multiplication_table(self._random.randint(2, 12))
         return poem()
 
