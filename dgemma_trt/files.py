@@ -50,6 +50,8 @@ def new_folder(out: Path, *, replace: bool, source: Path) -> Iterator[Path]:
         os.umask(umask)
         partial.chmod(0o777 & ~umask)
         yield partial
+        if out.exists() and not replace:
+            raise UserError(f"{out}: was made by somebody else meanwhile; choose another folder")
         if out.exists():
             old = partial.with_name(f"{partial.name}.old")
             out.rename(old)

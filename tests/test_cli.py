@@ -321,6 +321,17 @@ def test_an_output_that_is_a_link_means_what_it_points_to(tmp_path: Path) -> Non
         pass
 
 
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="meanwhile"),
+        new_folder(tmp_path / "out", replace=False, source=tmp_path / "source"),
+    ):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("mine")
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["precious"]
+
+
 def test_a_full_disk_is_one_clear_line(untrained: Path, tmp_path: Path) -> None:
     command = (
         f"ulimit -f 100; exec {sys.executable} -m dgemma_trt.cli build {untrained} --target sm120 --out {tmp_path / 'out'}"
