@@ -270,8 +270,8 @@ class _Reader:
         value = default if value is None else value
         if value is None:
             raise UserError(f"{self._source}: {field} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{self._source}: {field} is {value!r}, expected a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise UserError(f"{self._source}: {field} is {value!r}, expected a whole number from 1 to 2**31 - 1")
         return value
 
     def _positive(self, field: str, default: float | None, data: dict[str, Any] | None = None) -> float:

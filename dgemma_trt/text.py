@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def _compile(source: str, path: Path) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:

@@ -117,6 +117,7 @@ def test_the_last_layer_is_full_attention_as_the_reference_forces_it() -> None:
         ("text_config.rms_norm_eps", float("nan")),
         ("text_config.pad_token_id", "0"),
         ("canvas_length", 10**9),
+        ("text_config.sliding_window", 10**40),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(path: str, value: Any) -> None:

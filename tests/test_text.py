@@ -53,3 +53,10 @@ def test_a_template_that_fails_is_one_clear_error(source: str, tmp_path: Path) -
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(UserError, match="chat template refuses"):
         Text(tmp_path).chat(CONVERSATION)
+
+
+def test_templates_may_ask_for_the_date(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((NANO / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    text = Text(tmp_path)
+    assert text.decode(text.chat(CONVERSATION)).startswith("20")
