@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 
 from dgemma_trt.errors import UserError
 
-OURS = ("manifest.json", "config.json")
-"""What a folder must hold, one of them, to be replaced: an engine directory's or a checkpoint's mark."""
+OURS = (("manifest.json", '"format_version"'), ("config.json", '"diffusion_gemma"'))
+"""What a folder must hold, one of them, to be replaced: a file and a word in it that mark an engine directory or a checkpoint."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def new_folder(out: Path, *, replace: bool, source: Path) -> Iterator[Path]:
             raise UserError(f"{out}: exists already; choose another folder, or pass --force to replace it")
         if out.exists() and not out.is_dir():
             raise UserError(f"{out}: is a file; choose another folder")
-        if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in OURS):
+        if out.exists() and any(out.iterdir()) and not _is_ours(out):
             raise UserError(f"{out}: is neither a checkpoint nor an engine directory, so it is not replaced; choose another")
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -67,6 +67,10 @@ def new_folder(out: Path, *, replace: bool, source: Path) -> Iterator[Path]:
         raise UserError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    return any((folder / name).is_file() and mark in (folder / name).read_text(errors="replace") for name, mark in OURS)
 
 
 def sha256(path: Path) -> str:
