@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from dgemma_trt.errors import UserError
 
 OURS = (("manifest.json", '"format_version"'), ("config.json", '"diffusion_gemma"'))
-"""What a folder must hold, one of them, to be replaced: a file and a word in it that mark an engine directory or a checkpoint."""
+"""What a folder must hold, one of them, to be replaced: a file with a word that marks an engine directory or a checkpoint."""
 
 
 @contextmanager
