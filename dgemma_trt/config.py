@@ -206,16 +206,16 @@ class _Reader:
             raise UserError(f"{self._source}: layer_types must list one type for each of the {count} layers")
         # The reference forces the last layer to full attention, whatever the file says.
         types = [*types[:-1], "full_attention"]
-        return tuple(self._layer(index, kind) for index, kind in enumerate(types))
+        overrides = self._per_layer_config(count)
+        return tuple(self._layer(index, kind, overrides) for index, kind in enumerate(types))
 
-    def _layer(self, index: int, kind: str) -> LayerConfig:
+    def _layer(self, index: int, kind: str, overrides: dict[int, dict[str, Any]] | None) -> LayerConfig:
         if kind not in ("sliding_attention", "full_attention"):
             raise UserError(
                 f"{self._source}: layer_types[{index}] is {kind!r}, expected 'sliding_attention' or 'full_attention'"
             )
         sliding = kind == "sliding_attention"
         head_dim, kv_heads = self._int("head_dim", 256), self._int("num_key_value_heads", 4)
-        overrides = self._per_layer_config()
         if overrides is not None:
             own = overrides.get(index, {})
             head_dim, kv_heads = self._int("head_dim", head_dim, own), self._int("num_key_value_heads", kv_heads, own)
@@ -230,11 +230,10 @@ class _Reader:
         theta, rotary_dim = self._rope(kind, head_dim)
         return LayerConfig(index, sliding, heads, kv_heads, head_dim, theta, rotary_dim)
 
-    def _per_layer_config(self) -> dict[int, dict[str, Any]] | None:
+    def _per_layer_config(self, count: int) -> dict[int, dict[str, Any]] | None:
         found = self._text.get("per_layer_config")
         if found is None:
             return None
-        count = self._int("num_hidden_layers", 30)
         if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
             raise UserError(f"{self._source}: per_layer_config must map layer numbers to objects, found {found!r}")
         # transformers writes the numbers with leading zeros, so that they sort.

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from dgemma_trt.config import MODEL_TYPE
 from dgemma_trt.errors import UserError
 
-OURS = (("manifest.json", '"format_version"'), ("config.json", '"diffusion_gemma"'))
+OURS = (("manifest.json", '"format_version"'), ("config.json", f'"{MODEL_TYPE}"'))
 """What a folder must hold, one of them, to be replaced: a file with a word that marks an engine directory or a checkpoint."""
 
 
@@ -50,9 +51,9 @@ def new_folder(out: Path, *, replace: bool, source: Path) -> Iterator[Path]:
         os.umask(umask)
         partial.chmod(0o777 & ~umask)
         yield partial
-        if out.exists() and not replace:
-            raise UserError(f"{out}: was made by somebody else meanwhile; choose another folder")
         if out.exists():
+            if not replace:
+                raise UserError(f"{out}: was made by somebody else meanwhile; choose another folder")
             old = partial.with_name(f"{partial.name}.old")
             out.rename(old)
             try:
