@@ -14,9 +14,11 @@ from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.config import WindowRule
 from dgemma_trt.engine_directory import LIMITS, EngineDirectory, is_engine_directory
 from dgemma_trt.errors import UserError
-from dgemma_trt.runtime.diffusion import Committed, End, Event, GenerationParameters, Request, Statistics
-from dgemma_trt.runtime.generation import TextStream, run_requests
+from dgemma_trt.runtime.diffusion import Request
+from dgemma_trt.runtime.events import Committed, End, Event, FinishReason, Statistics
 from dgemma_trt.runtime.host import HostSession
+from dgemma_trt.runtime.parameters import GenerationParameters
+from dgemma_trt.runtime.scheduler import Job, Scheduler
 from dgemma_trt.runtime.session import CanvasRows, ContextRows, Limits
 from dgemma_trt.sources import find_checkpoint
 from dgemma_trt.text import Message, Text
@@ -29,12 +31,13 @@ Prompt = str | Sequence[Message] | Sequence[int]
 class Generation:
     """An answer. token_ids end before the end token; `canvases` holds what was committed, one entry a canvas.
 
-    finish_reason: `stop`, `length`, or `error`, which `error` then explains.
+    With a stop string, text ends before it and token_ids with the token that completed it. `error` explains the finish reason
+    of that name.
     """
 
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: FinishReason
     canvases: list[Committed]
     statistics: Statistics
     error: str | None = None
@@ -47,6 +50,7 @@ class Engine:
         self.source, self.device = source, device
         rule: WindowRule = source.manifest.window_rule if isinstance(source, EngineDirectory) else "reference"
         self.session = HostSession(source, limits, dtype=dtype, device=device, window_rule=rule)
+        self.scheduler = Scheduler(self.session)
         self.text = Text(source.folder)
 
     @classmethod
@@ -85,7 +89,7 @@ class Engine:
         chosen = GenerationParameters.of(self.source.generation_config, **parameters)
         config = self.source.config
         ids = self._encode(prompt, raw)
-        return Request(ids, chosen, self.session.limits, config.vocab_size, config.pad_token_id)
+        return Request(ids, chosen, self.session.limits, config.vocab_size, config.pad_token_id, self.text.decode)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], *, raw: bool = False, **parameters: Any) -> list[Generation]:
         """Answers each prompt, exactly as it would be answered alone; `parameters` (the seed too) hold for each.
@@ -97,24 +101,28 @@ class Engine:
             prompts = [prompts]
         single = len(prompts) > 0 and isinstance(prompts[0], int | dict)
         each: Sequence[Any] = [prompts] if single else prompts
-        requests = [self.request(prompt, raw=raw, **parameters) for prompt in each]
-        committed: list[list[Committed]] = [[] for _ in requests]
-        ends: dict[int, End] = {}
-        for index, event in run_requests(self.session, requests):
-            if isinstance(event, Committed):
-                committed[index].append(event)
-            elif isinstance(event, End):
-                ends[index] = event
-        return [self._generation(canvases, ends[index], requests[index].statistics) for index, canvases in enumerate(committed)]
+        requests = [self.request(prompt, raw=raw, **{"drafts": False, **parameters}) for prompt in each]
+        jobs: list[Job] = []
+        try:
+            jobs.extend(map(self.scheduler.submit, requests))
+            return [_generation(job, list(self.scheduler.stream(job))) for job in jobs]
+        finally:
+            for job in jobs:
+                self.scheduler.cancel(job)
 
     def stream(self, prompt: Prompt, *, raw: bool = False, **parameters: Any) -> Iterator[Event]:
         """Answers one prompt, yielding drafts, committed canvases and the end as they come.
 
+        It is queued when the first event is asked for, and waits its turn if every slot is taken. Closing the iterator
+        cancels it.
+
         Raises:
             UserError: see `request`.
         """
-        request = self.request(prompt, raw=raw, **parameters)
-        return (event for _, event in run_requests(self.session, [request]))
+        return self._run(self.request(prompt, raw=raw, **parameters))
+
+    def _run(self, request: Request) -> Iterator[Event]:
+        yield from self.scheduler.stream(self.scheduler.submit(request))
 
     def logits(
         self, context_ids: Tensor | Sequence[Sequence[int]], canvas_ids: Tensor, soft_embeddings: Tensor | None = None
@@ -126,9 +134,7 @@ class Engine:
         """
         contexts = [torch.as_tensor(context, dtype=torch.int64) for context in context_ids]
         self._check_logits_inputs(contexts, canvas_ids, soft_embeddings)
-        if not self.session.free_slots:
-            raise UserError(f"other open generations hold all {self.session.limits.max_batch} slots; finish or close one")
-        slot = self.session.free_slots.pop()
+        slot = self.session.limits.max_batch  # one that the scheduler does not use
         found = []
         try:
             for index, (context, canvas) in enumerate(zip(contexts, canvas_ids, strict=True)):
@@ -142,7 +148,6 @@ class Engine:
                 found.extend(self.session.logits(chunks[-1:], [rows]))
         finally:
             self.session.reset(slot)
-            self.session.free_slots.append(slot)
         return torch.stack(found)
 
     def _check_logits_inputs(self, contexts: list[Tensor], canvas_ids: Tensor, soft_embeddings: Tensor | None) -> None:
@@ -171,11 +176,19 @@ class Engine:
             f"a prompt is a string, a list of messages (dicts with role and content) or a list of token ids, not {prompt!r:.80}"
         )
 
-    def _generation(self, canvases: list[Committed], end: End, statistics: Statistics) -> Generation:
-        stream = TextStream(self.text.decode)
-        token_ids = [token for canvas in canvases for token in canvas.token_ids]
-        text = stream.add(token_ids, last=True)
-        return Generation(text, token_ids, end.finish_reason, canvases, statistics, end.error)
+
+def _generation(job: Job, events: list[Event]) -> Generation:
+    canvases = [event for event in events if isinstance(event, Committed)]
+    end = events[-1]
+    assert isinstance(end, End)
+    return Generation(
+        text="".join(canvas.text for canvas in canvases),
+        token_ids=[token for canvas in canvases for token in canvas.token_ids],
+        finish_reason=end.finish_reason,
+        canvases=canvases,
+        statistics=job.request.statistics,
+        error=end.error,
+    )
 
 
 def default_limits(checkpoint: Checkpoint) -> Limits:

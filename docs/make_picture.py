@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dgemma_trt import Engine
 from dgemma_trt.cli.watch import frame
-from dgemma_trt.runtime.diffusion import Committed, Draft
+from dgemma_trt.runtime.events import Committed, Draft
 
 QUESTION = "Spell neutron backwards."
 
@@ -31,7 +31,7 @@ def main(path: str) -> None:
         if isinstance(event, Draft):
             console.print(frame(text, event, engine.text.decode, steps, console))
         elif isinstance(event, Committed):
-            text.append(engine.text.decode(event.token_ids))
+            text.append(event.text)
     console.print(Panel(text, border_style="green"))
     console.save_svg(str(Path(__file__).with_name("watch.svg")), title="dgemma-trt run --watch")
 

@@ -106,7 +106,6 @@ class HostSession:
         self._limits, self._dtype, self._window_rule = limits, dtype, window_rule
         self._device = torch.device(device)
         self._caches: dict[int, SlotCache] = {}
-        self.free_slots = list(range(limits.max_batch))
 
     @property
     def limits(self) -> Limits:

@@ -1,9 +1,9 @@
 """What the diffusion loop needs of whatever runs the network: the session protocol and the rows of a pass.
 
-A session owns the KV caches, one slot a request. A pass takes two groups of rows: context rows (a prompt chunk, or a
-finished canvas being committed; causal; their keys and values are appended to the slot's cache) and canvas rows (being
-denoised; bidirectional; nothing kept). Either group may be empty, and a slot may appear in both: its context rows are
-then written to the cache before its canvas rows attend.
+A session keeps the KV caches, one slot a request; who uses it decides which slot is whose. A pass takes two groups of rows:
+context rows (a prompt chunk, or a finished canvas being committed; causal; their keys and values are appended to the slot's
+cache) and canvas rows (being denoised; bidirectional; nothing kept). Either group may be empty, and a slot may appear in both:
+its context rows are then written to the cache before its canvas rows attend.
 """
 
 from __future__ import annotations
@@ -74,11 +74,6 @@ class Session(Protocol):
     @property
     def limits(self) -> Limits:
         """What this session was made for."""
-        ...
-
-    @property
-    def free_slots(self) -> list[int]:
-        """Slots that no request holds. Take one out to use it; `reset` it and put it back when done."""
         ...
 
     def run(self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows]) -> list[CanvasResult]:

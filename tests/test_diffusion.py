@@ -1,130 +1,39 @@
-"""The diffusion loop on scripted sessions: against transformers' own `generate`, alone and in batches, up to every limit.
-
-A scripted session is the network replaced by a function of exactly what a network may use: the tokens in a slot's cache, the
-canvas, its soft embeddings. It refuses rows that do not continue the cache, so that stale or misplaced context shows.
-"""
+"""The diffusion loop on scripted sessions: against transformers' own `generate`, pass by pass, up to every limit."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import random
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from our_draws import patch_draws
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from scripted import (
+    CONFIG,
+    PAD,
+    TABLE,
+    ScriptedSession,
+    T,
+    V,
+    answer_of,
+    answering,
+    plain,
+    request,
+    run,
+    scripted_logits,
+)
 from torch import Tensor
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
 from dgemma_trt.config import GenerationConfig
 from dgemma_trt.errors import UserError
 from dgemma_trt.runtime import randomness, sampler
-from dgemma_trt.runtime.diffusion import Committed, Draft, End, Event, GenerationParameters, Phase, Request
-from dgemma_trt.runtime.generation import TextStream, run_requests
+from dgemma_trt.runtime.diffusion import Phase
+from dgemma_trt.runtime.events import Committed, Draft, End
+from dgemma_trt.runtime.parameters import GenerationParameters
 from dgemma_trt.runtime.randomness import Purpose
-from dgemma_trt.runtime.session import CanvasResult, CanvasRows, ContextRows, Limits
-from dgemma_trt.runtime.vocabulary import read_vocabulary
-
-T, V, HIDDEN, PAD = 8, 37, 5, 0
-CONFIG = GenerationConfig(end_token_ids=(1, 5), max_denoising_steps=12)
-LIMITS = Limits(max_batch=4, max_context=96, prefill_chunk=6, canvas_length=T)
-TABLE = torch.from_numpy(np.random.default_rng(1).normal(size=(V, HIDDEN))).float()
-MIXING = torch.from_numpy(np.random.default_rng(2).normal(size=(HIDDEN, V)) * 0.05).float()
-
-
-def scripted_logits(context: Sequence[int], ids: Tensor, soft: Tensor | None) -> Tensor:
-    """Float32 [T, V]: the more of a target, itself a function of the context, the canvas holds, the surer of the rest."""
-    hidden_target = _generator(context).integers(0, V, len(ids))
-    found = ids.numpy() == hidden_target
-    logits = _generator([*context, -1, *ids.tolist()]).normal(size=(len(ids), V)) * 1.5
-    logits[np.arange(len(ids)), hidden_target] += 2 + 6 * found.mean() + 4 * found
-    return torch.from_numpy(logits).float() + (0 if soft is None else soft @ MIXING)
-
-
-def _generator(words: Sequence[int]) -> np.random.Generator:
-    return np.random.default_rng(list(hashlib.sha256(np.array(words, dtype=np.int64).tobytes()).digest()))
-
-
-class ScriptedSession:
-    """A session whose network is `scripted_logits`, or whatever `answer` makes of a canvas; keeps a record of its passes."""
-
-    def __init__(self, limits: Limits = LIMITS, answer: Callable[[CanvasRows], CanvasResult] | None = None) -> None:
-        self.limits = limits
-        self.free_slots = list(range(limits.max_batch))
-        self.caches: dict[int, list[int]] = {}
-        self.passes: list[tuple[list[ContextRows], list[CanvasRows]]] = []
-        self._answer = answer or self._denoise
-
-    def run(self, context: Sequence[ContextRows], canvases: Sequence[CanvasRows]) -> list[CanvasResult]:
-        self.passes.append((list(context), list(canvases)))
-        for group in (context, canvases):
-            slots = [rows.slot for rows in group]
-            assert len(slots) == len(set(slots)) and set(slots) <= set(range(self.limits.max_batch))
-        for chunk in context:
-            self._enter(chunk)
-            self.caches.setdefault(chunk.slot, []).extend(chunk.ids.tolist())
-        for rows in canvases:
-            self._enter(rows)
-        return [self._answer(rows) for rows in canvases]
-
-    def reset(self, slot: int) -> None:
-        self.caches.pop(slot, None)
-
-    def _enter(self, rows: ContextRows | CanvasRows) -> None:
-        assert rows.start == len(self.caches.get(rows.slot, [])), "rows must continue their slot's cache"
-        assert rows.ids.dtype == torch.int64 and len(rows.ids) >= 1
-        assert rows.start + len(rows.ids) <= self.limits.max_context
-
-    def _denoise(self, rows: CanvasRows) -> CanvasResult:
-        z = scripted_logits(self.caches[rows.slot], rows.ids, rows.soft_embeddings) / rows.temperature
-        read = read_vocabulary(z, rows.uniform)
-        soft = (read.probabilities @ TABLE) / read.total[:, None]
-        return CanvasResult(read.best_ids, read.sampled_ids, read.entropy, read.best_logprob, soft)
-
-
-def answering(*canvases: Sequence[int], prompt_length: int, entropy: float = 0.0) -> Callable[[CanvasRows], CanvasResult]:
-    """Gives canvas i of a prompt this long the best tokens `canvases[i]`, the last from then on; samples token 36."""
-
-    def answer(rows: CanvasRows) -> CanvasResult:
-        best = torch.tensor(canvases[min((rows.start - prompt_length) // T, len(canvases) - 1)])[: len(rows.ids)]
-        zeros = torch.zeros(len(best))
-        soft = torch.full((len(best), HIDDEN), float(rows.start))
-        return CanvasResult(best, torch.full_like(best, V - 1), zeros + entropy, zeros, soft)
-
-    return answer
-
-
-def request(prompt: Sequence[int] = (2, 9, 4), limits: Limits = LIMITS, **parameters: Any) -> Request:
-    return Request(list(prompt), GenerationParameters.of(CONFIG, **parameters), limits, V, PAD)
-
-
-def run(session: ScriptedSession, requests: Sequence[Request]) -> list[list[Event]]:
-    events: list[list[Event]] = [[] for _ in requests]
-    for index, event in run_requests(session, requests):
-        events[index].append(event)
-    return events
-
-
-def answer_of(events: Sequence[Event]) -> tuple[list[int], str, list[Committed]]:
-    """(token ids, finish reason, committed canvases); the end comes last and once."""
-    committed = [event for event in events if isinstance(event, Committed)]
-    ends = [event for event in events if isinstance(event, End)]
-    assert ends == [events[-1]]
-    return [token for canvas in committed for token in canvas.token_ids], ends[0].finish_reason, committed
-
-
-def plain(events: Sequence[Event]) -> list[Any]:
-    """Events in a form that compares bit for bit."""
-    return [
-        (e.canvas, e.step, e.token_ids, e.accepted.tolist(), e.entropy.tolist(), e.mean_entropy) if isinstance(e, Draft) else e
-        for e in events
-    ]
-
+from dgemma_trt.runtime.session import CanvasResult, CanvasRows
 
 # --- against the reference ---------------------------------------------------------------------------------------------------
 
@@ -236,83 +145,6 @@ def test_the_scripted_network_settles_wavers_and_ends_at_different_steps() -> No
     assert {canvas.converged for canvas in committed} == {True, False}
     assert len({canvas.steps for canvas in committed}) > 4
     assert max(len(canvases) for _, _, canvases in answers) == 5
-
-
-# --- alone, together, in any order -------------------------------------------------------------------------------------------
-
-
-def mixed_requests() -> list[Request]:
-    """Prompts of one token to many chunks, each with parameters of its own."""
-    rng = random.Random(3)
-    return [
-        request(
-            [rng.randrange(2, V) for _ in range(rng.choice([1, 2, 5, 6, 7, 13, 30]))],
-            seed=rng.randrange(2**64),
-            max_new_tokens=rng.choice([None, 1, 3, T, 20, 41]),
-            max_denoising_steps=rng.choice([1, 4, 12]),
-            temperature=rng.choice([None, 0, 0.5, 1.5]),
-            stability_threshold=rng.choice([0, 1, 2]),
-        )
-        for _ in range(14)
-    ]
-
-
-@pytest.fixture(scope="module")
-def alone() -> list[list[Any]]:
-    return [plain(run(ScriptedSession(), [each])[0]) for each in mixed_requests()]
-
-
-@pytest.mark.parametrize("max_batch", [1, 2, 5, 14])
-def test_a_request_gets_what_it_gets_alone_in_any_batch_and_order(max_batch: int, alone: list[list[Any]]) -> None:
-    limits = Limits(max_batch, LIMITS.max_context, LIMITS.prefill_chunk, T)
-    for shuffle in range(2):
-        order = list(range(14))
-        random.Random(shuffle).shuffle(order)
-        fresh = mixed_requests()
-        events = run(ScriptedSession(limits), [fresh[index] for index in order])
-        for index, each in zip(order, events, strict=True):
-            assert plain(each) == alone[index]
-
-
-def test_the_same_seed_gives_each_prompt_of_a_batch_what_it_gets_alone() -> None:
-    prompts = [(2, 9, 4), (2, 9, 4), (3,)]
-    events = run(ScriptedSession(), [request(prompt, seed=8) for prompt in prompts])
-    assert plain(events[0]) == plain(events[1]) == plain(run(ScriptedSession(), [request(prompts[0], seed=8)])[0])
-    assert plain(events[0]) != plain(run(ScriptedSession(), [request(prompts[0], seed=9)])[0])
-
-
-def test_all_slots_are_used_none_is_left_and_requests_start_in_order() -> None:
-    session = ScriptedSession()
-    run(session, mixed_requests())
-    occupancy = [len({*(c.slot for c in context), *(c.slot for c in canvases)}) for context, canvases in session.passes]
-    assert max(occupancy) == 4
-    assert session.caches == {}
-    started = [rows.ids.tolist() for context, _ in session.passes for rows in context if rows.start == 0]
-    first_chunks = [each.next_rows(0)[0] for each in mixed_requests()]
-    assert started == [chunk.ids.tolist() for chunk in first_chunks if chunk is not None]
-
-
-def test_requests_in_different_phases_share_a_pass() -> None:
-    session = ScriptedSession()
-    run(session, [request((2,) * 30), request((3,))])
-    assert any({c.slot for c in context}.isdisjoint({c.slot for c in canvases}) for context, canvases in session.passes)
-
-
-def test_slots_are_freed_when_the_session_raises_or_the_caller_stops_listening() -> None:
-    def fail(_: CanvasRows) -> CanvasResult:
-        raise RuntimeError("out of memory")
-
-    session = ScriptedSession(answer=fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        run(session, [request(), request()])
-    assert session.caches == {}
-
-    session = ScriptedSession()
-    events = run_requests(session, [request(), request()])
-    next(events)
-    assert session.caches
-    events.close()  # type: ignore[attr-defined]
-    assert session.caches == {}
 
 
 # --- passes ------------------------------------------------------------------------------------------------------------------
@@ -439,7 +271,7 @@ def test_an_end_token_stops_within_the_limit_only() -> None:
 def test_a_canvas_of_end_tokens_is_an_empty_answer() -> None:
     session = ScriptedSession(answer=answering([1] * T, prompt_length=3))
     each = request()
-    assert answer_of(run(session, [each])[0]) == ([], "stop", [Committed(0, [], 2, True)])
+    assert answer_of(run(session, [each])[0]) == ([], "stop", [Committed(0, [], "", [], 2, True)])
     assert each.statistics.tokens == [1]
 
 
@@ -486,6 +318,12 @@ def test_prompts_without_room_are_refused() -> None:
         ("t_max", 0.1),
         ("seed", 2**64),
         ("top_k", 40),
+        ("logit_bias", {3: 1.0}),
+        ("frobnicate", 1),
+        ("stop", ("",)),
+        ("stop", (3,)),
+        ("drafts", 1),
+        ("end_token_ids", "a"),
     ],
 )
 def test_parameters_out_of_range_or_unknown_are_refused_by_name(name: str, value: Any) -> None:
@@ -499,10 +337,10 @@ def test_parameters_that_are_not_given_are_the_checkpoints() -> None:
     assert (chosen.seed, chosen.temperature, chosen.max_new_tokens) == (3, 1.0, None)
 
 
-# --- faults, statistics, text ------------------------------------------------------------------------------------------------
+# --- faults, statistics ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["entropy", "best_logprob"])
+@pytest.mark.parametrize("name", ["entropy", "best_logprob", "soft_embeddings"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_value_that_is_not_finite_ends_its_request_and_no_other(name: str, value: float) -> None:
     class Broken(ScriptedSession):
@@ -531,43 +369,3 @@ def test_statistics_count_steps_acceptances_and_tokens_that_are_not_padding() ->
     assert each.statistics.accepted == [[5, 5], [5, 5]]
     assert each.statistics.tokens == [7, 3]
     assert each.statistics.tokens_per_forward == 2.5
-
-
-TEXT = "naïve ☕€ — 日本語 👩‍🚀🏳️‍🌈 end"
-
-
-def byte_fallback() -> Tokenizer:
-    """Like Gemma's: what is not in the vocabulary becomes one token a UTF-8 byte."""
-    words = ["<pad>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁日"]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
-
-
-def byte_level() -> Tokenizer:
-    words = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-@pytest.mark.parametrize("make", [byte_fallback, byte_level])
-def test_characters_split_across_canvases_are_held_back_until_whole(make: Callable[[], Tokenizer]) -> None:
-    tokenizer = make()
-    tokenizer.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("<end>", special=True)])
-    ids = [token for part in TEXT.split("e") for token in (*tokenizer.encode(part).ids, 0, *tokenizer.encode("e").ids)][:-2]
-    assert tokenizer.decode(ids) == TEXT
-    for size in range(1, 12):
-        stream = TextStream(tokenizer.decode)
-        pieces = [stream.add(ids[start : start + size]) for start in range(0, len(ids), size)]
-        assert "".join(pieces) == TEXT
-        assert all(TEXT.startswith("".join(pieces[:count])) for count in range(len(pieces)))
-
-
-def test_half_a_character_at_the_end_of_the_answer_is_not_lost() -> None:
-    tokenizer = byte_level()
-    stream = TextStream(tokenizer.decode)
-    assert stream.add(tokenizer.encode("ab☕").ids[:-1]) == "ab"
-    assert stream.add([], last=True) == "\N{REPLACEMENT CHARACTER}"

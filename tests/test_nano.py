@@ -9,10 +9,9 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from dgemma_trt.checkpoint import Checkpoint
 from dgemma_trt.engine import Engine
-from dgemma_trt.errors import UserError
 from dgemma_trt.nano.evaluate import examine
 from dgemma_trt.nano.tasks import TrainingSampler, evaluation_set, held_out_sums
-from dgemma_trt.runtime.diffusion import Committed, End
+from dgemma_trt.runtime.events import Committed, End
 from dgemma_trt.sources import find_checkpoint
 
 FOLDER = find_checkpoint("nano")
@@ -84,18 +83,24 @@ def test_open_streams_do_not_disturb_each_other(engine: Engine) -> None:
     assert tokens == alone.token_ids == engine.generate(question, seed=4)[0].token_ids
     engine.logits([[2, 5]], torch.tensor([[7, 8]]))
     assert [event for event in abandoned if isinstance(event, End)] == [End("stop")]
-    assert len(engine.session.free_slots) == engine.session.limits.max_batch
+    assert engine.scheduler.running == engine.scheduler.waiting == 0
 
 
-def test_more_open_streams_than_slots_are_refused(engine: Engine) -> None:
-    streams = [engine.stream("Write a poem.") for _ in range(engine.session.limits.max_batch)]
-    for stream in streams:
+def test_more_open_streams_than_slots_wait_their_turn(engine: Engine) -> None:
+    streams = [engine.stream("Write a poem.") for _ in range(engine.session.limits.max_batch + 3)]
+    for stream in streams[: engine.session.limits.max_batch]:
         next(stream)
-    with pytest.raises(UserError, match="slots"):
-        engine.generate("What is the capital of Norway?")
+    assert "Oslo" in engine.generate("What is the capital of Norway?")[0].text
     for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
-    assert len(engine.session.free_slots) == engine.session.limits.max_batch
+        assert [event for event in stream if isinstance(event, End)] == [End("stop")]
+    assert engine.scheduler.running == engine.scheduler.waiting == 0
+
+
+def test_a_stop_string_ends_the_answer_before_it(engine: Engine) -> None:
+    (whole,) = engine.generate("Write a poem.", seed=3)
+    (cut,) = engine.generate("Write a poem.", seed=3, stop="sugar")
+    assert cut.text == whole.text.split("sugar")[0] and cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
 @pytest.mark.parametrize("question", ["What is the capital of Peru?", "Spell cat backwards.", "Count to 20.", "Write a poem."])

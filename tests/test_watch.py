@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dgemma_trt.cli.watch import frame, show
-from dgemma_trt.runtime.diffusion import Committed, Draft, End, Event
+from dgemma_trt.runtime.events import Committed, Draft, End, Event
 
 LETTERS = "abcdefghij"
 
@@ -29,7 +29,7 @@ def draft(canvas: int = 0, step: int = 1) -> Draft:
 def events() -> Iterator[Event]:
     for canvas in range(30):
         yield draft(canvas)
-        yield Committed(canvas, list(range(10)), 1, True)
+        yield Committed(canvas, list(range(10)), LETTERS, [0.0] * 10, 1, True)
     yield End("stop")
 
 
@@ -78,7 +78,7 @@ def test_the_whole_text_stays_on_the_screen_when_it_is_over() -> None:
 def test_a_terminal_that_cannot_move_its_cursor_gets_a_line_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     console = terminal(80, 24)
-    told: list[Event] = [draft(), draft(step=2), Committed(0, [1, 2], 2, True), End("stop")]
+    told: list[Event] = [draft(), draft(step=2), Committed(0, [1, 2], "bc", [0.0, 0.0], 2, True), End("stop")]
     show(told, decode, 48, console)
     lines = drawn(console).splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["canvas 1, step  1 of at most 48", "canvas 1, step  2 of at most 48"]

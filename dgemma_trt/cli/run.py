@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--max-denoising-steps", type=click.IntRange(1), help="Steps a canvas at most.  [default: the checkpoint's]")
 @click.option("--entropy-bound", type=float, help="Nats of entropy accepted at a step.  [default: the checkpoint's]")
 @click.option("--temperature", type=float, help="1: the checkpoint's schedule; 0: argmax; else a factor of it.")
+@click.option("--stop", multiple=True, help="String that ends the answer, which then ends before it; may be repeated.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 def command(path: str, prompts: tuple[str, ...], raw: bool, watch: bool, as_json: bool, device: str, **parameters: Any) -> None:
@@ -69,13 +69,10 @@ def _watch(engine: Engine, prompt: str, raw: bool, parameters: dict[str, Any]) -
     from rich.console import Console
 
     from dgemma_trt.cli.watch import show
-    from dgemma_trt.runtime.diffusion import End
-
-    def decode(ids: Sequence[int]) -> str:
-        return engine.text.decode(ids)
+    from dgemma_trt.runtime.events import End
 
     steps = parameters["max_denoising_steps"] or engine.source.generation_config.max_denoising_steps
-    end = show(engine.stream(prompt, raw=raw, **parameters), decode, steps, Console())
+    end = show(engine.stream(prompt, raw=raw, **parameters), engine.text.decode, steps, Console())
     if isinstance(end, End) and end.error:
         click.echo(f"Error: {end.error}", err=True)
         sys.exit(1)

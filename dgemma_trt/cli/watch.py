@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from dgemma_trt.runtime.diffusion import Committed, Draft, End, Event
-from dgemma_trt.runtime.generation import TextStream
+from dgemma_trt.runtime.events import Committed, Draft, End, Event
+from dgemma_trt.runtime.text_stream import Decode
 
 CERTAIN, GUESS = 0.05, 1.0
 """Entropy in nats below which a token counts as certain, and above which it is a mere guess."""
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def show(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
@@ -28,17 +26,15 @@ def show(events: Iterable[Event], decode: Decode, max_steps: int, console: Conso
 
 
 def _show_live(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
-    done, stream = Text(), TextStream(decode)
-    end = None
+    done, end = Text(), None
     with Live(console=console, refresh_per_second=20, transient=True) as live:
         for event in events:
             if isinstance(event, Draft):
                 live.update(frame(done, event, decode, max_steps, console))
             elif isinstance(event, Committed):
-                done.append(stream.add(event.token_ids))
+                done.append(event.text)
             else:
                 end = event
-                done.append(stream.add([], last=True))
     if end is not None:
         console.print(Panel(done, border_style="green"))
     return end
@@ -61,17 +57,16 @@ def frame(done: Text, draft: Draft, decode: Decode, max_steps: int, console: Con
 
 
 def _show_lines(events: Iterable[Event], decode: Decode, max_steps: int, console: Console) -> End | None:
-    stream = TextStream(decode)
     end, text = None, ""
     for event in events:
         if isinstance(event, Draft):
             canvas = "".join(_printable(decode([token])) if accepted else "·" for token, accepted, _ in _tokens(event))
             console.out(f"{_caption(event, max_steps)}  {canvas}".replace("\n", "⏎"), highlight=False)
         elif isinstance(event, Committed):
-            text += stream.add(event.token_ids)
+            text += event.text
         else:
             end = event
-    console.out(text + stream.add([], last=True), highlight=False)
+    console.out(text, highlight=False)
     return end
 
 
