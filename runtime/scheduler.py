@@ -30,10 +30,6 @@ PASSED_BY = 8
 _log = logging.getLogger(__name__)
 
 
-class Overloaded(UserError):
-    """As many requests wait as the scheduler allows."""
-
-
 @dataclass
 class Totals:
     """Since the scheduler was made. passes; steps: denoising steps of all requests; context: tokens that entered the cache
@@ -74,18 +70,17 @@ class Job:
 class Scheduler:
     """Runs requests on a session: `submit`, then `step` until nothing is left, or `stream`. Several threads may call it."""
 
-    def __init__(self, session: Session, *, cache_positions: int | None = None, max_waiting: int | None = None) -> None:
+    def __init__(self, session: Session, *, cache_positions: int | None = None) -> None:
         """Takes over every slot of the session.
 
-        cache_positions: room in the KV cache, over all requests; None: as much as every slot could need. max_waiting: how many
-        requests may wait for a slot; None: any number.
+        cache_positions: room in the KV cache, over all requests; None: as much as every slot could need.
 
         Raises:
             UserError: a cache too small for one request of the session's largest context.
         """
         limits = session.limits
         self.totals = Totals()
-        self._session, self._max_waiting = session, max_waiting
+        self._session = session
         most = _blocks(limits.max_context)
         self._blocks = limits.max_batch * most if cache_positions is None else cache_positions // BLOCK
         if self._blocks < most:
@@ -121,14 +116,11 @@ class Scheduler:
         """Puts a request at the end of the queue.
 
         Raises:
-            Overloaded: too many wait already.
             UserError: the scheduler is closed.
         """
         with self._lock:
             if self._closed:
                 raise UserError("this engine is closed")
-            if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
-                raise Overloaded(f"{len(self._waiting)} requests wait already; try again later")
             job = Job(request, self._submitted)
             self._submitted += 1
             self._waiting.append(job)

@@ -15,7 +15,7 @@ from scripted import LIMITS, ScriptedSession, T, V, answer_of, answering, decode
 from dgemma_trt.errors import UserError
 from dgemma_trt.runtime.diffusion import Request
 from dgemma_trt.runtime.events import Committed, Draft, End
-from dgemma_trt.runtime.scheduler import BLOCK, PASSED_BY, Job, Overloaded, Scheduler
+from dgemma_trt.runtime.scheduler import BLOCK, PASSED_BY, Job, Scheduler
 from dgemma_trt.runtime.session import CanvasResult, CanvasRows, ContextRows, Limits
 
 LONG = Limits(max_batch=4, max_context=4 * BLOCK, prefill_chunk=64, canvas_length=T)
@@ -270,18 +270,6 @@ def test_closing_the_scheduler_ends_every_request_and_takes_no_more() -> None:
     assert session.caches == {} and not scheduler.step()
     with pytest.raises(UserError, match="closed"):
         scheduler.submit(request())
-
-
-def test_more_waiting_requests_than_allowed_are_refused() -> None:
-    scheduler = Scheduler(ScriptedSession(), max_waiting=2)
-    jobs = [scheduler.submit(request((2, seed), max_new_tokens=1)) for seed in range(2)]
-    with pytest.raises(Overloaded, match="2 requests wait"):
-        scheduler.submit(request())
-    scheduler.step()
-    jobs.append(scheduler.submit(request((2, 9), max_new_tokens=1)))
-    while scheduler.step():
-        pass
-    assert [job.events[-1] for job in jobs] == [End("length")] * 3
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
